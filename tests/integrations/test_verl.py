@@ -5,11 +5,13 @@ from __future__ import annotations
 import json
 import os
 import subprocess
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
-from plain_vllm import serving_plain
+from fresh_servers import SUPPORT
+from plain_vllm import HTTP_S, serving_plain
 from servers import ROOT, environment
 
 from tools.entry_points import write_entry_points
@@ -20,6 +22,8 @@ HERE = Path(__file__).parent
 VENV = Path(os.environ.get("WINDLASS_VERL_VENV", ROOT / ".venv-verl"))
 NUM_ROLLOUTS = 3
 AT_ONCE_S = 3.0
+SLEEPS = (SUPPORT, SUPPORT / "cpu_sleep")
+"""Folders of the plugin that gives vLLM's worker for CPUs a sleep mode."""
 STOP_S = 4.0
 """Seconds that a stopped reader waits, as `verl_job.STOP_S`."""
 MODEL = """
@@ -37,19 +41,21 @@ transformers.PreTrainedTokenizerFast(
 """
 
 
-def run(folder: Path, *command: str) -> None:
-    """Run a command with verl's interpreter, as if Windlass were installed next to verl."""
+def run(folder: Path, *command: str, path: Sequence[Path] = ()) -> None:
+    """Run a command with verl's interpreter, as if Windlass were installed next to verl. `path`: further folders of modules."""
     # verl asks for the version of the package `vllm`. The wheel for CPUs has another name.
     info = folder / "installed" / "vllm-0.32.0+cpu.dist-info"
     info.mkdir(parents=True)
     (info / "METADATA").write_text("Metadata-Version: 2.1\nName: vllm\nVersion: 0.32.0+cpu\n")
-    path = [ROOT / "src", HERE, write_entry_points(folder / "installed")]
+    found = [ROOT / "src", HERE, write_entry_points(folder / "installed"), *path]
     variables = {
-        **environment("vllm", 1, os.pathsep.join(map(str, path))),
+        **environment("vllm", 1, os.pathsep.join(map(str, found))),
         "VLLM_SERVER_DEV_MODE": "1",
         "VERL_PLATFORM": "cpu",
         # A busy machine needs longer.
         "RAY_raylet_start_wait_time_s": "300",
+        # By default, Ray gives its workers the lowest priority.
+        "RAY_worker_niceness": "0",
         "VERL_USE_EXTERNAL_MODULES": "verl_cpu_platform",
         # verl registers its FSDP engine only for this device and vendor.
         "VERL_ENGINE_DEVICE": "cuda",
@@ -188,9 +194,81 @@ def test_a_killed_server_is_named_and_other_servers_get_the_weights(
 def test_the_last_weights_equal_the_weights_of_a_fresh_server(
     sharded: dict[str, Any], tmp_path: Path
 ) -> None:
-    with serving_plain(sharded["weights"], tmp_path / "fresh.log") as fresh:
-        assert fresh.checksums() == sharded["after it"]["checksums"][0]
-        tokens, _ = fresh.answer(
-            sharded["prompt"], len(sharded["after it"]["answers"][0]["tokens"])
-        )
-    assert tokens == sharded["after it"]["answers"][0]["tokens"]
+    last = {**sharded["after it"], "weights": str(sharded["weights"])}
+    check_fresh([last], sharded["prompt"], tmp_path)
+
+
+@pytest.fixture(scope="module")
+def turns(tmp_path_factory: pytest.TempPathFactory, checkpoint: Path) -> dict[str, Any]:
+    """Provide the results of `verl_turn_job.py`."""
+    folder = tmp_path_factory.mktemp("turns")
+    run(
+        folder,
+        *(str(HERE / "verl_turn_job.py"), "--model", str(checkpoint)),
+        *("--out", str(folder / "found.json")),
+        path=SLEEPS,
+    )
+    answer: dict[str, Any] = json.loads((folder / "found.json").read_text())
+    return answer
+
+
+def check_turn(update: dict[str, Any], num_servers: int) -> None:
+    """Check that all servers serve the same weights, and that every actor rank has offloaded its parameters once."""
+    check_served(update, num_servers)
+    assert update["offloads"] == [1, 1]
+    assert update["metrics"]["windlass/nbytes"] >= num_servers * 2 * 1_000_000
+
+
+def test_servers_on_the_actors_gpus_sleep_and_get_every_step(turns: dict[str, Any]) -> None:
+    held = None
+    for step, update in enumerate(turns["updates"]):
+        assert update["step"] == step
+        check_turn(update, 2)
+        assert update["checksums"][0] != held
+        held = update["checksums"][0]
+
+
+def test_servers_do_not_answer_after_a_failed_offload(turns: dict[str, Any]) -> None:
+    failed = turns["failed offload"]
+    assert "the test fails this offload" in failed["raised"]
+    assert failed["num_answered"] == 0
+    check_turn(failed["after it"], 2)
+    for waited, answer in zip(failed["waited"], failed["after it"]["answers"], strict=True):
+        assert waited["tokens"] == answer["tokens"]
+
+
+def test_a_server_killed_in_a_turn_is_named_and_other_servers_get_the_weights(
+    turns: dict[str, Any],
+) -> None:
+    killed = turns["killed server"]
+    assert killed["address"] in killed["raised"]
+    check_served(killed, 1)
+    check_turn(killed["after it"], 1)
+
+
+def test_servers_do_not_answer_after_an_actor_rank_is_killed(turns: dict[str, Any]) -> None:
+    assert turns["killed actor"]["raised"]
+    assert turns["killed actor"]["num_answered"] == 0
+
+
+def test_servers_on_the_actors_gpus_equal_fresh_loads(
+    turns: dict[str, Any], tmp_path: Path
+) -> None:
+    after = [turns["failed offload"]["after it"], turns["killed server"]]
+    check_fresh([*turns["updates"], *after, after[-1]["after it"]], turns["prompt"], tmp_path)
+
+
+def check_fresh(updates: Sequence[dict[str, Any]], prompt: list[int], folder: Path) -> None:
+    """Check that servers had the tensors of fresh loads after every update, and the tokens of a fresh server after the last."""
+    last = updates[-1]
+    tokens, loads = (
+        last["answers"][0]["tokens"],
+        ("--worker-extension-cls", "vllm_fresh.FreshLoads"),
+    )
+    with serving_plain(Path(last["weights"]), folder / "fresh.log", flags=loads) as fresh:
+        assert fresh.checksums() == last["checksums"][0]
+        assert fresh.answer(prompt, len(tokens))[0] == tokens
+        for update in updates:
+            body = {"method": "fresh_digests", "args": [update["weights"]]}
+            found = json.loads(fresh.http.post("/collective_rpc", body, HTTP_S))["results"][0]
+            assert update["digests"] == [found] * len(update["checksums"])

@@ -11,6 +11,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
+import verl.utils.distributed
 from verl.plugin.platform.platform_base import PlatformBase
 from verl.plugin.platform.platform_manager import PlatformRegistry
 
@@ -97,3 +98,15 @@ class PlatformCpu(PlatformBase):  # type: ignore[misc]  # verl has no types
 
     def cudart(self) -> None:
         return None
+
+
+_initialize = verl.utils.distributed.initialize_global_process_group_ray
+
+
+def _initialize_on_cpu(timeout_second: int | None = None, backend: str | None = None) -> None:
+    # verl asks for "cpu:gloo,DEVICE:BACKEND", which would name the CPU twice.
+    del backend
+    _initialize(timeout_second=timeout_second, backend="cpu:gloo")
+
+
+verl.utils.distributed.initialize_global_process_group_ray = _initialize_on_cpu

@@ -28,7 +28,6 @@ from safetensors.torch import save_file
 from verl.single_controller.base.decorator import Dispatch, register
 from verl.single_controller.ray import RayClassWithInitArgs, RayResourcePool, RayWorkerGroup
 from verl.utils.config import omega_conf_to_dataclass
-from verl.utils.distributed import initialize_global_process_group_ray
 from verl.utils.import_utils import load_class_from_fqn
 from verl.workers.engine_workers import ActorRolloutRefWorker
 from verl.workers.rollout.replica import get_rollout_replica_class
@@ -39,6 +38,33 @@ from windlass.integrations.verl import ShardCheckpointManager
 
 PROMPT = [5, 9, 33, 17]
 MANAGER = "windlass.integrations.verl.ShardCheckpointManager"
+SHARDS = (
+    "actor_rollout_ref.rollout.checkpoint_engine.backend=windlass_shards",
+    "+actor_rollout_ref.rollout.engine_kwargs.vllm.weight_transfer_config={backend:windlass}",
+)
+SEPARATE = (
+    *SHARDS,
+    f"+actor_rollout_ref.rollout.checkpoint_manager_class={MANAGER}",
+    "+actor_rollout_ref.rollout.enable_sleep_mode=False",
+    "actor_rollout_ref.rollout.free_cache_engine=False",
+)
+TINY = (
+    "actor_rollout_ref.model.use_remove_padding=False",
+    "+actor_rollout_ref.model.override_config.attn_implementation=eager",
+    "actor_rollout_ref.actor.strategy=fsdp2",
+    "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=1",
+    "actor_rollout_ref.rollout.log_prob_micro_batch_size_per_gpu=1",
+    "actor_rollout_ref.rollout.name=vllm",
+    "actor_rollout_ref.rollout.tensor_model_parallel_size=1",
+    "actor_rollout_ref.rollout.enforce_eager=True",
+    "actor_rollout_ref.rollout.prompt_length=64",
+    "actor_rollout_ref.rollout.response_length=128",
+    "actor_rollout_ref.rollout.max_model_len=256",
+    "actor_rollout_ref.rollout.max_num_batched_tokens=256",
+    "actor_rollout_ref.rollout.max_num_seqs=8",
+    "+actor_rollout_ref.rollout.engine_kwargs.vllm.num_gpu_blocks_override=64",
+)
+"""Options for CPUs and for a tiny model."""
 NUM_TOKENS = 12
 NUM_RUNNING_TOKENS = 120
 
@@ -64,11 +90,6 @@ class Server(vLLMHttpServer):  # type: ignore[misc]  # verl has no types
 
 class Actor(ActorRolloutRefWorker):  # type: ignore[misc]  # verl has no types
     """verl's actor, with methods that change and export its weights."""
-
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        # verl asks for "cpu:gloo,DEVICE:BACKEND", which would name the CPU twice.
-        initialize_global_process_group_ray(timeout_second=None, backend="cpu:gloo")
-        super().__init__(*args, **kwargs)
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def change_weights(self, seed: int) -> None:
@@ -101,23 +122,9 @@ class Job:
     """Actor ranks, and vLLM servers of one rank each. Ray counts GPUs that do not exist."""
 
     def __init__(self, args: argparse.Namespace) -> None:
-        names = {"PYTHONPATH", "OMP_NUM_THREADS", "HF_HUB_OFFLINE"}
-        environment = {
-            name: value
-            for name, value in os.environ.items()
-            if name.startswith(("VERL_", "VLLM_")) or name in names
-        }
-        ray.init(
-            # Another cluster of Ray may run on this machine.
-            address="local",
-            num_cpus=16,
-            num_gpus=args.rollouts,
-            include_dashboard=False,
-            object_store_memory=256 << 20,
-            runtime_env={"env_vars": environment},
-        )
+        start_ray(args.rollouts)
         self.args, self.step = args, 0
-        settings = configuration(args)
+        settings = configuration(args, SEPARATE)
         self.actors = RayWorkerGroup(
             resource_pool=RayResourcePool([args.trainers], use_gpu=False, max_colocate_count=1),
             ray_cls_with_init=RayClassWithInitArgs(
@@ -162,17 +169,9 @@ class Job:
         """Return vLLM's own checksums and answers for every replica."""
         return {
             "step": self.step,
-            "checksums": [checksums(replica) for replica in replicas],
+            **tensors(replicas),
             "answers": [told(ray.get(generate(replica, NUM_TOKENS))) for replica in replicas],
         }
-
-    def save(self, folder: Path) -> None:
-        """Write a checkpoint of the actor's current export."""
-        folder.mkdir()
-        for path in Path(self.args.model).iterdir():
-            if path.suffix != ".safetensors":
-                shutil.copy(path, folder)
-        save_file(self.actors.full_weights()[0], folder / "model.safetensors", {"format": "pt"})
 
     def kill(self, replica: Any) -> dict[str, Any]:
         """Kill all processes of a replica in an update, after its requests are aborted."""
@@ -197,36 +196,44 @@ class Job:
         }
 
 
-def configuration(args: argparse.Namespace) -> Any:
-    """Return verl's configuration with the options for Windlass, for CPUs and for a tiny model."""
-    windlass = [
-        "actor_rollout_ref.rollout.checkpoint_engine.backend=windlass_shards",
-        f"+actor_rollout_ref.rollout.checkpoint_manager_class={MANAGER}",
-        "+actor_rollout_ref.rollout.engine_kwargs.vllm.weight_transfer_config={backend:windlass}",
-        "+actor_rollout_ref.rollout.enable_sleep_mode=False",
-        "actor_rollout_ref.rollout.free_cache_engine=False",
-    ]
-    tiny = [
+def start_ray(num_gpus: int) -> None:
+    """Start Ray for a job. `num_gpus`: number of GPUs that Ray counts; they do not exist."""
+    names = {"PYTHONPATH", "OMP_NUM_THREADS", "HF_HUB_OFFLINE"}
+    environment = {
+        name: value
+        for name, value in os.environ.items()
+        if name.startswith(("VERL_", "VLLM_")) or name in names
+    }
+    ray.init(
+        # Another cluster of Ray may run on this machine.
+        address="local",
+        num_cpus=16,
+        num_gpus=num_gpus,
+        include_dashboard=False,
+        object_store_memory=256 << 20,
+        runtime_env={"env_vars": environment},
+    )
+
+
+def save(weights: dict[str, torch.Tensor], model: str, folder: Path) -> None:
+    """Write a checkpoint of these weights, with the other files of the folder `model`."""
+    folder.mkdir()
+    for path in Path(model).iterdir():
+        if path.suffix != ".safetensors":
+            shutil.copy(path, folder)
+    save_file(weights, folder / "model.safetensors", {"format": "pt"})
+
+
+def configuration(args: argparse.Namespace, windlass: Sequence[str]) -> Any:
+    """Return verl's configuration with the options `windlass`, for CPUs and for a tiny model."""
+    named = (
         f"actor_rollout_ref.model.path={args.model}",
-        "actor_rollout_ref.model.use_remove_padding=False",
-        "+actor_rollout_ref.model.override_config.attn_implementation=eager",
-        "actor_rollout_ref.actor.strategy=fsdp2",
         f"actor_rollout_ref.actor.fsdp_config.fsdp_size={args.trainers}",
-        "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=1",
         "actor_rollout_ref.actor.optim.total_training_steps=10",
-        "actor_rollout_ref.rollout.log_prob_micro_batch_size_per_gpu=1",
-        "actor_rollout_ref.rollout.name=vllm",
-        "actor_rollout_ref.rollout.tensor_model_parallel_size=1",
-        "actor_rollout_ref.rollout.enforce_eager=True",
-        "actor_rollout_ref.rollout.prompt_length=64",
-        "actor_rollout_ref.rollout.response_length=128",
-        "actor_rollout_ref.rollout.max_model_len=256",
-        "actor_rollout_ref.rollout.max_num_batched_tokens=256",
-        "actor_rollout_ref.rollout.max_num_seqs=8",
-    ]
+    )
     folder = Path(verl.trainer.config.__file__).parent
     with initialize_config_dir(str(folder), version_base=None):
-        return compose("ppo_trainer", overrides=[*windlass, *tiny]).actor_rollout_ref
+        return compose("ppo_trainer", overrides=[*windlass, *TINY, *named]).actor_rollout_ref
 
 
 def generate(replica: Any, num_tokens: int) -> Any:
@@ -243,15 +250,30 @@ def told(output: Any) -> dict[str, Any]:
     }
 
 
+def tensors(replicas: Sequence[Any]) -> dict[str, Any]:
+    """Return vLLM's own checksums and Windlass's fingerprints of every tensor, for every replica."""
+    fingerprints = {"method": "windlass_digests"}
+    return {
+        "checksums": [checksums(replica) for replica in replicas],
+        "digests": [
+            _post(replica, "/collective_rpc", fingerprints)["results"][0] for replica in replicas
+        ],
+    }
+
+
 def checksums(replica: Any) -> dict[str, str]:
     """Return vLLM's own checksum of every tensor."""
+    return dict(_post(replica, "/weight_checker", {"action": "checksum"})["checksums"])
+
+
+def _post(replica: Any, path: str, body: dict[str, str]) -> Any:
     request = urllib.request.Request(
-        f"http://{replica.server_address}/weight_checker",
-        json.dumps({"action": "checksum"}).encode(),
+        f"http://{replica.server_address}{path}",
+        json.dumps(body).encode(),
         {"Content-Type": "application/json"},
     )
     with urllib.request.urlopen(request, timeout=120) as answer:
-        return dict(json.load(answer)["checksums"])
+        return json.load(answer)
 
 
 def family(pid: int) -> list[int]:
@@ -282,7 +304,7 @@ def main() -> None:
     found["with it again"] = job.update()
     found["killed"] = job.kill(last)
     found["after it"] = job.update()
-    job.save(args.out.with_name("weights"))
+    save(job.actors.full_weights()[0], args.model, args.out.with_name("weights"))
     args.out.write_text(json.dumps(found, indent=1))
     ray.shutdown()
 

@@ -1,20 +1,29 @@
-"""Checkpoint engine `windlass_shards` for verl: every actor rank writes its shards directly into vLLM's memory.
+"""Checkpoint engine `windlass_shards` for verl: vLLM gets every actor rank's shards directly into its memory.
 
     actor_rollout_ref.rollout.checkpoint_engine.backend=windlass_shards
-    actor_rollout_ref.rollout.checkpoint_manager_class=windlass.integrations.verl.ShardCheckpointManager
+
+If actor and rollout have their own GPUs, actor ranks write the shards. If they share GPUs (verl's default placement,
+`hybrid_engine`), vLLM sleeps while the actor trains, and reads the shards when it wakes.
 
 verl 0.9.1 passes its training engine to any checkpoint engine if the manager requests the mode `delta_sharded`
 (`ActorRolloutRefWorker.update_weights`, `verl/workers/engine_workers.py`). The training engine exports each rank's
 shards, and the position of each shard in its tensor (`BaseEngine.get_per_tensor_param_shard`,
 `verl/workers/engine/spec.py`). No rank gathers tensors, and no weights pass through verl's rollout workers: vLLM
 receives the weights through its weight-transfer backend "windlass".
+
+The separate placement also needs `rollout.checkpoint_manager_class=windlass.integrations.verl.ShardCheckpointManager`. For
+the shared placement, verl's `ppo/v1` trainers have no such option: they set the backend `naive` and create
+`CheckpointEngineManager`. So this module makes that class create a `ShardCheckpointManager` if the replicas' own
+configuration has this backend.
 """
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, NoReturn, TypedDict, final
+from contextlib import nullcontext
+from functools import partial
+from typing import TYPE_CHECKING, Any, NoReturn, TypedDict, final
 
 import torch
 from torch.distributed.tensor import DTensor
@@ -24,7 +33,9 @@ from verl.checkpoint_engine import (
     CheckpointEngineManager,
     CheckpointEngineRegistry,
 )
+from verl.utils.device import get_torch_device, set_expandable_segments
 from verl.utils.ray_utils import auto_await
+from verl.workers.rollout.replica import RolloutMode
 
 from windlass.config import ControlConfig, UpdateMode, take_name
 from windlass.errors import ConfigError, PeerUnreachable, UnsupportedLayout
@@ -56,36 +67,52 @@ class Sent(TypedDict):
 
 @final
 class _Shards:
-    """Copy of the shards that verl exports on this rank, at fixed addresses.
+    """Copies of the shards that verl exports on this rank. They keep their addresses until `free`.
 
     Attributes:
         module: module that contains the copies as parameters, under verl's names.
     """
 
-    def __init__(self, engine: BaseEngine) -> None:
+    def __init__(self) -> None:
         self.module = TensorModule()
         self._copies: dict[str, torch.Tensor] = {}
-        for name, shard, spec in engine.get_per_tensor_param_shard()[0]:
-            self._copies[name] = shard.clone()
-            self.module.place(name, _described(name, self._copies[name], spec))
 
     def copy_from(self, engine: BaseEngine) -> None:
-        """Export the shards again, and overwrite the copies with them.
+        """Export the shards, and overwrite the copies with them. Allocate the copies if they have no memory.
 
         Raises:
-            UnsupportedLayout: names or shapes differ from the first export.
+            UnsupportedLayout: names or shapes differ from those of the copies, or Windlass cannot describe a parameter.
         """
+        exported = engine.get_per_tensor_param_shard()[0]
+        if not self._copies:
+            copies = {name: (shard.clone(), spec) for name, shard, spec in exported}
+            for name, (copy, spec) in copies.items():
+                self.module.place(name, _described(name, copy, spec))
+            self._copies = {name: copy for name, (copy, _) in copies.items()}
+            return
         left = {*self._copies}
-        for name, shard, _ in engine.get_per_tensor_param_shard()[0]:
+        for name, shard, _ in exported:
             if name not in left or shard.shape != self._copies[name].shape:
                 raise UnsupportedLayout(
                     f"parameter {name!r}: verl must export the same shards as for the first update, got shape "
                     f"{tuple(shard.shape)}"
                 )
             left.remove(name)
-            self._copies[name].copy_(shard)
+            copy = self._copies[name]
+            copy.untyped_storage().resize_(copy.nbytes)
+            copy.copy_(shard)
         if left:
             raise UnsupportedLayout(f"verl must export {sorted(left)}, as for the first update")
+
+    @property
+    def is_free(self) -> bool:
+        """Whether the copies have no memory."""
+        return not any(copy.untyped_storage().nbytes() for copy in self._copies.values())
+
+    def free(self) -> None:
+        """Free the memory of the copies. Keep the tensors, because a fleet may change between two updates. Idempotent."""
+        for copy in self._copies.values():
+            copy.untyped_storage().resize_(0)
 
 
 def _described(name: str, shard: torch.Tensor, spec: ShardSpec) -> torch.Tensor:
@@ -118,12 +145,14 @@ def _described(name: str, shard: torch.Tensor, spec: ShardSpec) -> torch.Tensor:
 class ShardCheckpointEngine(CheckpointEngine):  # type: ignore[misc]  # verl has no types
     """Checkpoint engine of one actor rank. verl creates one in every rollout rank too, where it does nothing.
 
-    Memory: from the first update, a copy of this rank's shards as verl exports them (bfloat16).
+    Memory: a copy of this rank's shards as verl exports them (bfloat16). If the servers share the actor's GPUs, the copy
+    exists only during updates; otherwise it stays from the first update on.
 
     Args:
         bucket_size: not used, because shards are not sent in buckets.
         is_master: not used, because every rank sends its own shards.
-        transport, deadline_s: see `WeightSync`.
+        transport: see `WeightSync`; `auto` is `pull` if the servers share the actor's GPUs.
+        deadline_s: see `WeightSync`.
         mode: see `ControlConfig`.
 
     Raises:
@@ -143,21 +172,23 @@ class ShardCheckpointEngine(CheckpointEngine):  # type: ignore[misc]  # verl has
         self._config = ControlConfig(mode=taken)
         self._transport, self._deadline_s = transport, deadline_s
         self._servers: tuple[str, ...] = ()
-        self._shards: _Shards | None = None
+        self._shares_gpus = False
+        self._shards = _Shards()
         self._sync: WeightSync | None = None
         self._version = 0
 
-    def set_servers(self, servers: Sequence[str]) -> None:
+    def set_servers(self, servers: Sequence[str], shares_gpus: bool) -> None:
         """Set the servers of the next updates. Every rank must pass the same servers in the same order.
 
         If the servers change, this rank disconnects from the previous servers.
 
         Args:
             servers: URLs of the servers.
+            shares_gpus: whether the servers are on the actor's GPUs.
         """
         if tuple(servers) != self._servers:
             self.finalize()
-            self._servers = tuple(servers)
+            self._servers, self._shares_gpus = tuple(servers), shares_gpus
 
     @torch.no_grad()
     async def send_weights(self, weights: BaseEngine, global_steps: int | None = None) -> Sent:  # noqa: ARG002
@@ -178,27 +209,36 @@ class ShardCheckpointEngine(CheckpointEngine):  # type: ignore[misc]  # verl has
 
         if not isinstance(weights, BaseEngine):
             _refuse_manager()
-        # Copy in this thread, in which this rank's GPU is the current device. The update runs in another thread,
-        # because it waits for other ranks and would block the event loop.
-        if self._shards is None:
-            self._shards = _Shards(weights)
-        else:
+        if self._shares_gpus:
+            # As in verl's own update: other processes cannot map memory of expandable segments.
+            set_expandable_segments(False)
+            get_torch_device().empty_cache()
+        try:
+            # Copy in this thread, in which this rank's GPU is the current device. The update runs in another thread,
+            # because it waits for other ranks and would block the event loop.
             self._shards.copy_from(weights)
-        if torch.cuda.is_available():
-            torch.cuda.synchronize()
-        self._version += 1
-        return await asyncio.to_thread(self._send, self._shards.module)
+            if torch.cuda.is_available():
+                torch.cuda.synchronize()
+            self._version += 1
+            return await asyncio.to_thread(self._send, weights, _current_gpu())
+        finally:
+            if self._shares_gpus:
+                # A round that failed may not have called this.
+                self._free(weights, _current_gpu())
+                set_expandable_segments(True)
 
-    def _send(self, module: torch.nn.Module) -> Sent:
-        """Connect to the servers at the first call, and publish the weights of `module`; raises as `send_weights` does."""
+    def _send(self, engine: BaseEngine, gpu: int) -> Sent:
+        """Connect to the servers at the first call, and publish the shards; raises as `send_weights` does."""
         if self._sync is None:
+            is_automatic = self._shares_gpus and self._transport == "auto"
             self._sync = WeightSync(
-                module,
+                self._shards.module,
                 servers=self._servers,
                 config=self._config,
-                transport=self._transport,
+                transport="pull" if is_automatic else self._transport,
                 # verl's manager pauses and resumes the servers.
                 pause=None,
+                release=partial(self._free, engine, gpu) if self._shares_gpus else None,
                 deadline_s=self._deadline_s,
             )
         sent = self._sync.send_weights(self._version)
@@ -208,6 +248,21 @@ class ShardCheckpointEngine(CheckpointEngine):  # type: ignore[misc]  # verl has
             "windlass/nbytes": float(sent.report.nbytes),
         }
         return {"metrics": metrics, "left_out": dict(sent.left_out)}
+
+    def _free(self, engine: BaseEngine, gpu: int) -> None:
+        """Free the copies, and offload the actor if verl is configured to (`param_offload`). Idempotent.
+
+        In an update, a thread of the client calls this before servers allocate their KV caches.
+        """
+        if self._shards.is_free:
+            return
+        # A new thread has GPU 0 as its current device.
+        with nullcontext() if gpu < 0 else torch.cuda.device(gpu):
+            if engine.is_param_offload_enabled:
+                engine.to("cpu", model=True, optimizer=False, grad=False)
+            self._shards.free()
+            get_torch_device().synchronize()
+            get_torch_device().empty_cache()
 
     def finalize(self) -> None:
         """Disconnect from the servers, which keep their weights and continue to serve. Idempotent."""
@@ -226,6 +281,11 @@ class ShardCheckpointEngine(CheckpointEngine):  # type: ignore[misc]  # verl has
     build_topology = init_process_group = receive_weights = prepare
 
 
+def _current_gpu() -> int:
+    """Return the ordinal of this thread's GPU; -1 without GPUs."""
+    return torch.cuda.current_device() if torch.cuda.is_available() else -1
+
+
 def _refuse_manager() -> NoReturn:
     """Raise ConfigError, because verl uses this checkpoint engine without `ShardCheckpointManager`."""
     raise ConfigError(
@@ -237,15 +297,42 @@ def _refuse_manager() -> NoReturn:
 class ShardCheckpointManager(CheckpointEngineManager):  # type: ignore[misc]
     """verl's checkpoint engine manager, with updates that go directly from actor ranks to vLLM servers.
 
-    The manager aborts running requests before an update and continues them afterwards through verl's own calls, so
-    verl labels tokens with the correct step. Configure the servers with `rollout.name=vllm`,
-    `rollout.engine_kwargs.vllm.weight_transfer_config={backend: windlass}`, no sleep mode, and VLLM_SERVER_DEV_MODE=1
-    in the environment.
+    Configure the servers with `rollout.name=vllm`, `rollout.engine_kwargs.vllm.weight_transfer_config={backend: windlass}`
+    and VLLM_SERVER_DEV_MODE=1 in the environment.
+
+    Servers with their own GPUs must have no sleep mode. The manager aborts their requests before an update and continues them
+    afterwards through verl's own calls, so verl labels tokens with the correct step. Servers on the actor's GPUs
+    (`hybrid_engine`) sleep between updates, and each update wakes them.
     """
+
+    _joined: tuple[str, ...] = ()
+
+    @property
+    def _shares_gpus(self) -> bool:
+        """Whether the servers are on the actor's GPUs."""
+        return any(replica.rollout_mode is RolloutMode.HYBRID for replica in self.replicas)
+
+    def _urls(self) -> tuple[str, ...]:
+        return tuple(f"http://{replica.server_address}" for replica in self.replicas)
+
+    @auto_await  # type: ignore[untyped-decorator]
+    async def sleep_replicas(self) -> None:
+        """Make all replicas sleep. Replicas that have not joined the actor's fleet join first, by an update.
+
+        Raises:
+            see `update_weights`.
+        """
+        # Joining needs the values of all tensors, and a server that sleeps has lost them.
+        if self._shares_gpus and self._joined != self._urls():
+            await self.update_weights()
+        await super().sleep_replicas()
 
     @auto_await  # type: ignore[untyped-decorator]
     async def update_weights(self, global_steps: int | None = None) -> dict[str, float]:
         """Publish the actor's current weights to every replica in one transaction.
+
+        Replicas on the actor's GPUs may sleep: the update wakes their weights, reads, lets the actor offload its parameters if verl
+        is configured to, and then wakes their KV caches.
 
         Args:
             global_steps: step with which verl labels tokens after the update; None to keep the current label.
@@ -263,17 +350,22 @@ class ShardCheckpointManager(CheckpointEngineManager):  # type: ignore[misc]
         others = {replica.config.name for replica in self.replicas} - {"vllm"}
         if others:
             raise ConfigError(f"rollout.name must be vllm with {BACKEND}, got {sorted(others)}")
-        replicas = {f"http://{replica.server_address}": replica for replica in self.replicas}
+        urls, shares_gpus = self._urls(), self._shares_gpus
+        replicas = dict(zip(urls, self.replicas, strict=True))
         num_ranks = self.actor_wg.world_size
         await asyncio.gather(
             *self.actor_wg.execute_checkpoint_engine(
-                method=["set_servers"] * num_ranks, servers=[[*replicas]] * num_ranks
+                method=["set_servers"] * num_ranks,
+                servers=[urls] * num_ranks,
+                shares_gpus=[shares_gpus] * num_ranks,
             )
         )
-        await self.abort_replicas()
+        if not shares_gpus:
+            await self.abort_replicas()
         sent: list[Sent] = await asyncio.gather(
             *self.actor_wg.update_weights(global_steps=global_steps, mode=HANDS_OVER_ENGINE)
         )
+        self._joined = urls
         left_out = sent[0]["left_out"]
         serving = [replica for url, replica in replicas.items() if url not in left_out]
         if global_steps is not None:
@@ -283,10 +375,29 @@ class ShardCheckpointManager(CheckpointEngineManager):  # type: ignore[misc]
                     for replica in serving
                 )
             )
-        await asyncio.gather(*(replica.resume_generation() for replica in serving))
+        if not shares_gpus:
+            await asyncio.gather(*(replica.resume_generation() for replica in serving))
         if left_out:
             reasons = "; ".join(f"{url}: {reason}" for url, reason in left_out.items())
             raise PeerUnreachable(
                 f"replicas do not serve the weights of step {global_steps}: {reasons}"
             )
         return sent[0]["metrics"]
+
+
+def _new_manager(
+    cls: type[CheckpointEngineManager],
+    config: Any = None,
+    actor_wg: object = None,  # noqa: ARG001
+    replicas: Sequence[Any] = (),
+) -> CheckpointEngineManager:
+    """Create a `ShardCheckpointManager` for replicas on the actor's GPUs that are configured with this backend.
+
+    `ppo/v1` sets the backend `naive` in the manager's configuration. The replicas have the user's configuration.
+    """
+    chosen = {replica.config.checkpoint_engine.backend for replica in replicas}
+    is_ours = cls is CheckpointEngineManager and chosen == {BACKEND} and config.backend == "naive"
+    return object.__new__(ShardCheckpointManager if is_ours else cls)
+
+
+CheckpointEngineManager.__new__ = _new_manager

@@ -67,6 +67,7 @@ class WeightSync:
             and continue in place after the update. With the other modes, rank 0 calls `/pause` before a version and
             `/resume` after it. With None, the caller pauses and resumes the servers. If the caller does not pause them,
             running requests stop and continue as with `keep`.
+        release: see `connect_trainer`.
         api_key: API key of the servers; empty if they require none.
         deadline_s: deadline in seconds for all servers to join, and then for each version.
 
@@ -91,6 +92,7 @@ class WeightSync:
         allow_unused: Sequence[str] = (),
         keep: Sequence[str] = (),
         pause: str | None = "keep",
+        release: Callable[[], None] | None = None,
         api_key: str = "",
         deadline_s: float = 600.0,
     ) -> None:
@@ -116,6 +118,7 @@ class WeightSync:
                 stacked=stacked,
                 allow_unused=allow_unused,
                 keep=keep,
+                release=release,
                 connect_deadline_s=deadline_s,
             )
 
