@@ -137,6 +137,19 @@ def test_the_logprob_check_ignores_tokens_that_are_not_generated(model: Any) -> 
     assert check.metrics()[LOGPROB_DIFFERENCE] < 1e-4
 
 
+def test_the_logprob_check_finds_a_sample_that_a_longer_one_contains(model: Any) -> None:
+    """A conversation may repeat the tokens of another one after its first turn, where they have other logits."""
+    torch.manual_seed(1)
+    sample = answer(model, [1, 2, 30], 3, {}, top_k_then_top_p)
+    short = [*sample.prompt_ids, *sample.output_ids]
+    longer = [9, 60, 31, *short]
+    check = LogprobCheck([sample], SamplingParams(max_new_tokens=3))
+    with check.watching(model):
+        model(torch.tensor([longer, [*short, 0, 0, 0]]))
+    assert len(torch.cat(check.distances)) == 3
+    assert check.metrics()[LOGPROB_DIFFERENCE] < 1e-4
+
+
 def test_the_logprob_check_ignores_a_loss_without_a_whole_sample(model: Any) -> None:
     sample = answer(model, [1, 2, 3], 3, {}, top_k_then_top_p)
     check = LogprobCheck([sample], SamplingParams(max_new_tokens=3))

@@ -22,6 +22,7 @@ from windlass.rollout.messages import TrainingSample
 from windlass.sampling import SamplingParams
 
 MAX_SAMPLES = 8
+MAX_PLACES = 64
 _MAX_DISTANCE = 1.0
 """Upper limit of a token's distance, which would be infinite if rounding moves the token out of the `top_p` set."""
 
@@ -72,14 +73,16 @@ class LogprobCheck:
             return
         left = []
         for sample in self._samples:
-            place = _find(tokens, (*sample.prompt_ids, *sample.output_ids[:-1]))
-            if place is None:
+            distances = []
+            for row, column in _find(tokens, (*sample.prompt_ids, *sample.output_ids[:-1])):
+                begin = column + len(sample.prompt_ids) - 1
+                found = logits[row, begin : begin + len(sample.output_ids)].detach().float().cpu()
+                distances.append(_distance(found, sample, self._sampling))
+            if distances:
+                # A longer conversation may contain these tokens after others, which change the logits.
+                self.distances.append(min(distances, key=lambda each: float(each.sum())))
+            else:
                 left.append(sample)
-                continue
-            row, begin = place
-            begin += len(sample.prompt_ids) - 1
-            found = logits[row, begin : begin + len(sample.output_ids)].detach().float().cpu()
-            self.distances.append(_distance(found, sample, self._sampling))
         self._samples = left
 
 
@@ -102,16 +105,16 @@ def _whole(tensor: object, num_dims: int) -> torch.Tensor | None:
     return tensor if tensor.dim() == num_dims else None
 
 
-def _find(tokens: torch.Tensor, wanted: Sequence[int]) -> tuple[int, int] | None:
-    """Return row and column where the tokens `wanted` begin in `tokens` (B, T); None if they are not there.
+def _find(tokens: torch.Tensor, wanted: Sequence[int]) -> list[tuple[int, int]]:
+    """Return each row and column where the tokens `wanted` begin in `tokens` (B, T), at most `MAX_PLACES`.
 
     A row may be padded, or contain several samples.
     """
     if len(wanted) > tokens.shape[1]:
-        return None
+        return []
     windows = tokens.unfold(1, len(wanted), 1)
     places = (windows == torch.tensor(wanted, device=tokens.device)).all(-1).nonzero()
-    return (int(places[0, 0]), int(places[0, 1])) if len(places) else None
+    return [(row, column) for row, column in places[:MAX_PLACES].tolist()]
 
 
 def _distance(
