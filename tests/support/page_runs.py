@@ -45,6 +45,8 @@ RUN: Mapping[str, str] = {
     r"windlass launch --check examples/launch/slurm.toml": "tests/jobs/test_launch_config.py::test_the_examples_of_several_nodes_are_valid",
     r"windlass launch examples/launch/slurm.toml": "tests/jobs/test_launch.py::test_the_example_of_several_nodes_runs_on_slurm",
     r"windlass launch examples/launch/job.toml": "tests/jobs/test_launch.py::test_the_example_trains_publishes_saves_and_leaves_nothing_behind",
+    r"(python|windlass launch) examples/frozen_lake/.*": "tests/jobs/test_agent_examples.py::test_the_environment_of_others_learns",
+    r"(python|windlass launch) examples/tool_agent/.*": "tests/jobs/test_agent_examples.py::test_the_tool_agent_learns_although_workers_and_engines_are_killed",
     r"(python|windlass launch) examples/arithmetic/.*": "tests/jobs/test_arithmetic_example.py::test_the_example_learns_and_continues_after_a_kill_with_each_row_once",
     r"windlass demo --engine sglang --trainer megatron .* --compare": "tests/jobs/test_live_demo.py::test_a_checkpoint_and_the_engines_own_transfer",
     r"windlass audit .* --replay .*": "tests/jobs/test_audit.py::test_greedy_sample_is_replayed_bit_for_bit",

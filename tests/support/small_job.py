@@ -82,8 +82,8 @@ def start(job: Path) -> Iterator[tuple[subprocess.Popen[str], IO[str]]]:
             process.kill()
 
 
-def launch(job: Path) -> tuple[int, str]:
+def launch(job: Path, *, deadline_s: float = DEADLINE_S) -> tuple[int, str]:
     """Run a job to its end; return its status and its output."""
     with start(job) as (process, _):
-        printed, _ = process.communicate(timeout=DEADLINE_S)
+        printed, _ = process.communicate(timeout=deadline_s)
         return process.returncode, printed
