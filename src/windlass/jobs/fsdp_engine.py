@@ -208,6 +208,9 @@ class FsdpEngine(TrainEngine):
         allow_unused: see `connect_trainer`.
         export: function that writes the module into a checkpoint's folder in another format, after each `save`. It runs
             on all ranks and may run collectives.
+
+    Raises:
+        ConfigError: `num_groups` is negative, `tensor_parallel` and `sizes.tp` contradict each other, or a name is unknown.
     """
 
     def __init__(

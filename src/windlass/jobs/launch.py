@@ -258,9 +258,10 @@ def _check_last_update(summary: JobSummary, version: int) -> None:
 
 @final
 class Job:
-    """One run of a job; see `run_job` for the arguments.
+    """One run of a job.
 
     Args:
+        config, recipe, notify, progress: see `run_job`.
         output_dir: output folder of the job, which the caller has locked.
         scheduler: scheduler of the job's processes, which the caller enters as a context.
         token: secret of the job.

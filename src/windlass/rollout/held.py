@@ -123,6 +123,9 @@ class TensorStore(Closing):
 
     Attributes:
         towards: see the argument. Later changes have no effect once the transport has started.
+
+    Raises:
+        ConfigError: `lease_s` is not above 0, or there is no such transport.
     """
 
     def __init__(

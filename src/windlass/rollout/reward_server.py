@@ -70,7 +70,8 @@ class RewardServer:
         config: address and limits.
 
     Attributes:
-        counts: counts since the start. name: the server's URL.
+        counts: counts since the start.
+        name: the server's URL.
     """
 
     def __init__(self, config: ServerRewards) -> None:

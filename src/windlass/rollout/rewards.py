@@ -88,7 +88,8 @@ class Scorer(Protocol):
     """Interface of an object that gives rollouts their rewards. Use it with `async with`, in one event loop.
 
     Attributes:
-        counts: counts since the start. name: name of the function or the server, for errors.
+        counts: counts since the start.
+        name: name of the function or the server, for errors.
     """
 
     counts: RewardCounts

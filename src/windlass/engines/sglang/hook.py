@@ -391,7 +391,7 @@ def _quiesce(order: Quiesce) -> None:
     _outdate_caches(order.namespace)
     if this_rank.saver is not None:
         this_rank.saver.check_awake()
-    # The search compares values with weights. `RankSaver` has made it before the weights were lost.
+    # `look` compares values with weights. If the weights are lost, `RankSaver` called `look` before the loss.
     if not this_rank.engine_rank.sleep.is_lost:
         this_rank.engine_rank.captured.look()
     if torch.cuda.is_available():

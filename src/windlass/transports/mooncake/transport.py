@@ -238,7 +238,8 @@ class MooncakePeer(NetworkPeer):
     def confirm(self, regions: Sequence[RemoteRegion], deadline: Deadline) -> None:  # noqa: ARG002
         """See `NetworkPeer.confirm`. Read the token from the peer's memory, and compare it with the peer's published token.
 
-        Try up to `READS` reads: after the peer has closed the connection, two reads fail before Mooncake reconnects.
+        Try up to `READS` reads: after the peer has closed the connection, two reads fail before Mooncake reconnects. Raise
+        PeerUnreachable if the peer's memory has another token.
         """
         code: int | None = None
         for _ in range(READS):
