@@ -164,9 +164,10 @@ def _boxes_of_one_copy(
     along: list[int],
     limit: int,
 ) -> Iterator[PlacedBox]:
-    """Yield the boxes of lines. Unlike in `boxes_of`, no element may occur twice.
+    """Join lines of elements into boxes, and yield the boxes. No element may occur twice.
 
-    `along` contains the dim along which the lines extend; it is empty if each line is one element.
+    `along` contains the dim along which the lines extend; it is empty if each line is one element. For the other arguments
+    see `boxes_of`.
 
     Raises:
         TooManyBoxes: the lines need more than `limit` boxes.

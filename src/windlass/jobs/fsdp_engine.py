@@ -384,7 +384,10 @@ class FsdpEngine(TrainEngine):
         return self._replica is not ReplicaPlace.OFF
 
     def save(self, path: str) -> None:
-        """Save model, optimiser and schedule as a distributed checkpoint. A different number of ranks can load it."""
+        """Save model, optimiser and schedule as a distributed checkpoint, then call `export`. Collective.
+
+        A different number of ranks can load the checkpoint.
+        """
         from torch.distributed.checkpoint.state_dict_saver import save
 
         Path(path).mkdir(parents=True, exist_ok=True)

@@ -294,7 +294,7 @@ def refused_by(recipe: Recipe, group: RolloutGroup) -> list[str] | None:
 def score(recipe: Recipe, group: RolloutGroup) -> list[TrainingSample]:
     """Call `recipe.samples` for a group and check the result. May block, and raises every error of the recipe.
 
-    Return no samples if the recipe's filter after rewards does not accept them.
+    Return no samples if `recipe.accepts_scored` refuses them.
 
     Raises:
         ConfigError: the recipe returned a value that is not a sequence of `TrainingSample`.

@@ -121,7 +121,7 @@ class TextCodec(Protocol):
     """Tokenizer and chat template of a model. Its methods may be called in several threads."""
 
     def encode(self, text: str, *, add_special_tokens: bool = False) -> tuple[int, ...]:
-        """Return the token ids of a text, with the tokens that the model expects around a whole text if asked to."""
+        """Return the token ids of a text. With `add_special_tokens`, add the tokens that the model expects around a text."""
         ...
 
     def decode(self, ids: Sequence[int]) -> str:
@@ -129,7 +129,9 @@ class TextCodec(Protocol):
         ...
 
     def template_text(self, chat: Chat, *, add_generation_prompt: bool) -> str:
-        """Return the text that the chat template makes of a conversation, with the beginning of an answer if asked to.
+        """Return the text that the chat template makes of a conversation.
+
+        With `add_generation_prompt`, the text ends with the beginning of an answer.
 
         Raises:
             ConfigError: the model has no chat template, or it refuses the conversation.

@@ -113,10 +113,10 @@ def capture(
         worker: identity of the rank.
         ignored: addresses of storages to skip, such as KV caches.
         reference: checkpoint that the engine loaded when it started. Capture loads this checkpoint again, and checks
-            that the model then has the same bytes as before the capture. The bytes may differ, because a loader may
-            skip steps in a second load (such as repacking for a kernel). Capture loads only one layer of each group of
-            identical layers, and compares `NUM_SAMPLES` places per tensor of the other layers with the checkpoint. None
-            to check nothing.
+            that the model then has the same bytes as before the capture. A loader that skips steps in a second load
+            (such as repacking for a kernel) fails this check. Capture loads only one layer of each group of identical
+            layers, and compares `NUM_SAMPLES` places per tensor of the other layers with the checkpoint. None to check
+            nothing.
         exact_numel: number of elements up to which capture reads every place of a tensor. Of a larger tensor, capture
             first reads rows only (see `ElementIds`).
         factors: constants by which the engine's loader may multiply a tensor. For such a tensor, updates write a buffer,

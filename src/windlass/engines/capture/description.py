@@ -394,9 +394,10 @@ def _received_dtype(name: str, holding: Holding, parts: Parts) -> DType:
 def _roundings(
     name: str, memory: torch.Tensor, target: torch.Tensor, parts: Parts
 ) -> Iterator[Rounding]:
-    """Yield the roundings of a parameter.
+    """Yield the elements of a parameter that the engine's loader rounds to the dtype of the checkpoint; see `Rounding`.
 
-    `memory` is the memory that updates write, and `target` is the memory of the parameter; both may be the same.
+    `memory` is the memory that updates write, and `target` is the memory of the parameter; both may be the same. `parts`
+    has the parameter's boxes of checkpoint tensors.
     """
     own = dtype_of(name, memory)
     apart = target.dtype is not memory.dtype

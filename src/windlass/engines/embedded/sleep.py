@@ -80,7 +80,7 @@ class SleepingWeights:
             )
 
     def require_values(self, what: str) -> None:
-        """Raise ConfigError if the values are lost: `what` needs them."""
+        """Raise ConfigError if the values are lost. `what` names the operation that needs them, for the error."""
         if self.is_empty:
             raise ConfigError(f"{what}: the engine sleeps until the next version")
 

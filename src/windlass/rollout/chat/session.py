@@ -316,7 +316,7 @@ class ChatSession:
         return found
 
     def _record(self, call: Call, prompt: Prompt, choice: Choice) -> None:
-        """Record an answer, so that later prompts of the session can continue it."""
+        """Add the text of an answer to its turn, and record the answer, so that later prompts can continue it."""
         ids, text = choice.turn.output.output_ids, choice.whole_text
         self._replace(choice.turn, msgspec.structs.replace(choice.turn, text=text))
         if isinstance(call.prompt, str):
@@ -332,7 +332,7 @@ class ChatSession:
             raise session_ended()
 
     def _replace(self, turn: Turn, *new: Turn) -> None:
-        """Replace a turn of the attempt by `new`."""
+        """Replace a turn of the attempt by `new`; without `new`, remove the turn."""
         turns = self._context.turns
         for index, known in enumerate(turns):
             if known is turn:

@@ -61,12 +61,13 @@ def _tagged(text: str, parse: Callable[[str], Iterable[ToolCall]]) -> tuple[str,
 def _elements(text: str, kind: str, *, may_be_open: bool = False) -> Iterator[tuple[str, str]]:
     """Yield name and body of each `<KIND=NAME>BODY</KIND>` in one pass over the text.
 
-    A model may write thousands of tags that it never closes. No part of the text is then searched again for each of them.
+    A model may write thousands of opening tags without closing tags. The function searches each part of such a text once,
+    and not once per tag.
 
     Args:
         text: text of a call.
         kind: KIND.
-        may_be_open: whether the last body may end with the text.
+        may_be_open: whether the last body may lack its closing tag; it then ends with the text.
     """
     begin, end, at = f"<{kind}=", f"</{kind}>", 0
     while (at := text.find(begin, at)) >= 0:
