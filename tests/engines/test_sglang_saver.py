@@ -7,20 +7,28 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator
+from contextlib import contextmanager
 from types import SimpleNamespace
 from typing import Any
 
+import msgspec
 import pytest
 import torch
 import torch.distributed as dist
+from http_answers import answering
 from torch.distributed import HashStore  # type: ignore[attr-defined]
 
+from windlass.config import PauseMode
+from windlass.engines.engine_rank import RankHooks
+from windlass.engines.http import EngineHttp
 from windlass.engines.quiesce_gate import QuiesceGate
 from windlass.engines.rank_sleep import RankSleep
 from windlass.engines.sglang import sleep
-from windlass.engines.sglang.sleep import RankSaver
-from windlass.errors import TransferFailed
+from windlass.engines.sglang.orders import Quiesce, SglangApi
+from windlass.engines.sglang.sleep import RELEASE, RESUME, RankSaver, ServerSleep
+from windlass.errors import TransferFailed, WindlassError
 
+DEADLINE_S = 20.0
 SIZES = {"weights": 100, "kv_cache": 50, "cuda_graph": 0}
 
 
@@ -76,6 +84,15 @@ class Rank:
 
     def obey(self, order: str, refusal: str) -> None:
         self.obeyed.append((order, refusal, self.state.asleep))
+        if not order.startswith("{"):
+            return
+        quiesce = msgspec.json.decode(order, type=Quiesce)
+        if refusal:
+            self.gate.fail(quiesce.pause_id, TransferFailed(refusal))
+        elif quiesce.blocked_s is None:
+            self.gate.quiesced(quiesce.pause_id)
+        else:
+            self.gate.block(quiesce.pause_id, quiesce.blocked_s, DEADLINE_S)
 
     def run(self, scheduler: Any) -> None:
         vars(scheduler)["_engine_paused"] = False
@@ -175,3 +192,80 @@ def test_tensors_that_no_update_fills_come_back(monkeypatch: pytest.MonkeyPatch)
     rank.model.weight.data = rank.model.weight.data.clone()
     with pytest.raises(TransferFailed, match=r"1 that have moved \(weight\)"):
         rank.saver.check_awake()
+
+
+@contextmanager
+def serving(rank: Rank, *, blocks: bool) -> Iterator[tuple[RankHooks, EngineHttp, list[str]]]:
+    """Yield hooks of a rank that sleeps, its server, and the paths of the requests that the server has got since."""
+    loop, seen = threading.Lock(), list[str]()
+
+    def answer(path: str, body: bytes) -> tuple[int, bytes]:
+        seen.append(path)
+        # The main loop carries out one request after the other.
+        with loop:
+            if path in (RELEASE, RESUME):
+                tags = msgspec.json.decode(body).get("tags") or ()
+                if refusal := rank.ask("release" if path == RELEASE else "resume", *tags):
+                    return 400, refusal.encode()
+        return 200, b'{"success": true}'
+
+    with answering(answer) as url:
+        server = EngineHttp(url)
+        server_sleep = ServerSleep(server, rank.state)
+        api = SglangApi(server, 1, rank.gate, blocks=blocks, sleep=server_sleep)
+        server_sleep.fall_asleep(PauseMode.RETRACT, DEADLINE_S)
+        assert seen == [RELEASE]
+        seen.clear()
+        yield RankHooks(None, rank.gate, api, looks=False, sleep=rank.state), server, seen
+
+
+@pytest.mark.usefixtures("group")
+@pytest.mark.parametrize("blocks", [True, False])
+@pytest.mark.parametrize("woken", ["", "weights", "weights kv_cache cuda_graph"])
+def test_a_turn_takes_three_requests(
+    woken: str, blocks: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The framework has woken nothing, the weights, or everything before the round."""
+    rank = Rank(monkeypatch)
+    rank.gpu.free = 1000
+    with serving(rank, blocks=blocks) as (hooks, server, seen):
+        if woken:
+            server.post(RESUME, {"tags": woken.split()})
+            seen.clear()
+        hooks.pause("7.1", PauseMode.RETRACT, DEADLINE_S)
+        assert rank.state.asleep == {*SIZES} - {*(woken or "weights").split()}
+        assert rank.state.is_lost
+        hooks.finalise()
+        assert rank.paused()
+        hooks.set_version(7, DEADLINE_S)
+        assert rank.paused(), "the caches still sleep, or the round has not ended"
+        hooks.resume(DEADLINE_S)
+        hooks.round_ended()
+        assert seen == [RESUME, "/update_weight_version", RESUME]
+        if woken == "weights":
+            assert rank.paused(), "the framework wakes the caches"
+            server.post(RESUME, {"tags": ["kv_cache", "cuda_graph"]})
+        assert not rank.paused()
+        assert not rank.state.is_at_rest
+
+
+@pytest.mark.usefixtures("group")
+@pytest.mark.parametrize("blocks", [True, False])
+def test_a_pause_fails_if_the_weights_find_no_memory(
+    blocks: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rank = Rank(monkeypatch)
+    rank.gpu.free = 1000
+    with serving(rank, blocks=blocks) as (hooks, _, seen):
+        rank.gpu.free = 99
+        with pytest.raises(WindlassError, match="weights need 100 bytes, and the GPU has 99"):
+            hooks.pause("7.1", PauseMode.RETRACT, DEADLINE_S)
+        hooks.round_ended()
+        assert rank.state.asleep == {*SIZES}
+        rank.gpu.free = 1000
+        hooks.pause("7.2", PauseMode.RETRACT, DEADLINE_S)
+        hooks.finalise()
+        hooks.set_version(7, DEADLINE_S)
+        hooks.resume(DEADLINE_S)
+        assert not rank.paused()
+        assert seen == [RESUME, RESUME, "/update_weight_version", RESUME]
