@@ -210,7 +210,8 @@ class FsdpEngine(TrainEngine):
             on all ranks and may run collectives.
 
     Raises:
-        ConfigError: `num_groups` is negative, `tensor_parallel` and `sizes.tp` contradict each other, or a name is unknown.
+        ConfigError: `num_groups` is negative, `tensor_parallel` and `sizes.tp` contradict each other, or the value of
+            `loss_mean` or `replica` is unknown.
     """
 
     def __init__(

@@ -172,7 +172,8 @@ class TrainContext:
         rank, world_size: rank of this process and number of ranks in the job.
         store_host, store_port: address of a `torch.distributed.TCPStore` that rank 0 has bound; join it
             with `is_master=False`.
-        controller: address of the controller, for `connect_trainer`. token: this rank's token for the controller.
+        controller: address of the controller, for `connect_trainer`.
+        token: this rank's token for the controller.
         deadline_s: seconds within which `setup` must end; also the timeout for the process group.
         sampling: sampling parameters of the job's rollouts, for a check of the rollouts' log-probabilities. None if the
             parameters are unknown.
@@ -289,7 +290,8 @@ def run_train_worker(
             the same names. The controller cannot call any other code.
 
     Raises:
-        ConfigError: WINDLASS_TRAIN_URL, RANK or WORLD_SIZE is missing: no `TrainController` started this process.
+        ConfigError: WINDLASS_TRAIN_URL, RANK or WORLD_SIZE is missing, because no `TrainController` started this process;
+            or a variable for logging or TLS has a wrong value.
         AuthenticationError: the controller refuses the token.
         ProtocolError: the controller refuses this rank.
         PeerUnreachable: the controller could not be reached for 30 s.

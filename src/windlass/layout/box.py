@@ -75,11 +75,19 @@ class Box:
         return Box(offsets, sizes)
 
     def contains(self, other: Box) -> bool:
-        """Return whether this box contains every element of `other`."""
+        """Return whether this box contains every element of `other`.
+
+        Raises:
+            ManifestError: see `intersect`.
+        """
         return other.numel == 0 or self.intersect(other) == other
 
     def subtract(self, other: Box) -> tuple[Box, ...]:
-        """Return the elements of this box that `other` lacks, as disjoint boxes (at most two per dim)."""
+        """Return the elements of this box that `other` lacks, as disjoint boxes (at most two per dim).
+
+        Raises:
+            ManifestError: see `intersect`.
+        """
         common = self.intersect(other)
         if common is None:
             return (self,) if self.numel else ()

@@ -319,8 +319,9 @@ class ManifestBuilder:
 
         Raises:
             ManifestError: a box is outside its tensor, a shard reaches outside its parameter, an
-                alias names an unknown tensor, a quantised weight has no matching scales, or the
-                shards and padding of an engine's parameter do not add up to its size.
+                alias names an unknown tensor, or a quantised weight has no matching scales. For an
+                engine also: the shards and padding of a parameter do not add up to its size, or
+                elements of one shard share bytes.
         """
         rows = self._rows
         manifest = ShardManifest(

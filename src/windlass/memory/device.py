@@ -56,6 +56,13 @@ bandwidth that NCCL needs."""
 class DeviceMemory:
     """GPU memory from cuMemAlloc, outside every pool, not zeroed. No transport registers it.
 
+    Args:
+        gpu: GPU that has the memory.
+        nbytes: size in bytes, >= 1.
+
+    Attributes:
+        address: address of the first byte; 0 after `close`.
+
     Raises:
         TransferFailed: the GPU has too little free memory.
     """

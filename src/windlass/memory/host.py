@@ -120,8 +120,12 @@ class HostBuffer:
 
     The memory is freed after `close`, when no other view of `bytes` exists.
 
+    Args:
+        nbytes: size in bytes, >= 1.
+
     Attributes:
         bytes: (nbytes,) uint8; empty after `close`.
+        address: address of the first byte.
     """
 
     def __init__(self, nbytes: int) -> None:

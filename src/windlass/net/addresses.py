@@ -165,7 +165,7 @@ def own_address(towards: str = "") -> str:
     Raises:
         ConfigError: WINDLASS_HOST is not an address of this host, or this host has no address in the network; or
             `towards` is not a URL.
-        PeerUnreachable: WINDLASS_HOST is not set, and there is no route to the host of `towards`.
+        PeerUnreachable: WINDLASS_HOST is not set, and the host name of `towards` is unknown or there is no route to it.
     """
     wanted = environment_value(HOST_VARIABLE)
     if "/" in wanted:

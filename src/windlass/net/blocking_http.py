@@ -56,6 +56,9 @@ class BlockingHttp(Closing):
             URL is put before the path of each request.
         headers: headers of every request.
         to_controller: see `client_context`.
+
+    Raises:
+        ConfigError: see `client_context`.
     """
 
     def __init__(

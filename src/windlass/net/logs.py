@@ -28,7 +28,7 @@ FORMAT_VARIABLE = "WINDLASS_LOG"
 LEVEL_VARIABLE = "WINDLASS_LOG_LEVEL"
 LOG_VARIABLES = (FORMAT_VARIABLE, LEVEL_VARIABLE)
 MAX_KINDS = 256
-"""Largest number of kinds of lines that a `LineLimit` remembers; it forgets the kind that was logged longest ago."""
+"""Largest number of kinds of lines that a `LineLimit` remembers; it forgets the kind that was counted longest ago."""
 TRACEBACK_EVERY_S = 10.0
 """Seconds between two logged tracebacks of equal exceptions of a user's code."""
 LEVELS = ("DEBUG", "INFO", "WARNING", "ERROR")
@@ -187,9 +187,9 @@ def _wrapped(line: str, columns: int) -> str:
 def configure_logging(process: str) -> None:
     """Log to stderr.
 
-    WINDLASS_LOG sets the format (`text` or `json`, default `text`). WINDLASS_LOG_LEVEL sets the level (default `INFO`).
-    Every line contains the text `process`. The entry point of each process calls this function. If the root logger
-    already has a handler, only the level is set.
+    WINDLASS_LOG sets the format (`text` or `json`, default `text`). WINDLASS_LOG_LEVEL sets the level of the loggers of
+    Windlass (default `INFO`); other loggers get `WARNING`. Every line contains the text `process`. The entry point of
+    each process calls this function. If the root logger already has a handler, only Windlass's level is set.
 
     Raises:
         ConfigError: a variable has an unknown value.

@@ -52,8 +52,8 @@ class ControlServer:
 
     Raises:
         ConfigError: a header cannot carry the token, the port is invalid, `host` is a wildcard
-            address and `advertise_host` is empty, or TLS is required but the certificate is
-            missing.
+            address and `advertise_host` is empty; or TLS is required, but the certificate is
+            missing or a file cannot be used.
     """
 
     def __init__(

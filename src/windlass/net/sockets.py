@@ -239,7 +239,11 @@ def open_http(
         token: token for the server; empty for none.
         to_controller: see `client_context`.
         many_connections: whether to allow as many connections as the limit of file descriptors permits, and
-            to set no default deadline. Requests beyond the limit wait for a connection.
+            to set no default deadline. Otherwise, the session has at most 100 connections, and a request may take
+            300 s. Requests beyond the limit wait for a connection.
+
+    Raises:
+        ConfigError: see `client_context`.
     """
     trace = aiohttp.TraceConfig()
     trace.on_request_redirect.append(_refuse_redirect)

@@ -199,7 +199,10 @@ class Operations:
         self._phase, self._phase_began_s = phase, self._now_s()
 
     def observe_samples(self, samples: Sequence[TrainingSample]) -> None:
-        """Count the staleness of samples at the published version. Call this when trainers get the samples."""
+        """Count samples, their trained tokens and their staleness. Call this when the samples are given to trainers.
+
+        The staleness is the age at the published version. Samples without trained tokens have none.
+        """
         version = self._coordinator.fleet.published
         ages = [version - s.oldest_version for s in samples if s.num_trained]
         self._staleness.update(ages)

@@ -1,4 +1,4 @@
-"""OpenTelemetry spans of weight updates: one per round and one per stage of the round.
+"""OpenTelemetry spans of weight updates: one per round and one per phase of the round.
 
 Spans are recorded if the extra `otel` is installed and the application (or `opentelemetry-instrument`) sets a tracer
 provider.
@@ -28,9 +28,9 @@ def find_tracer() -> Tracer | None:
 
 
 def record_round(tracer: Tracer, report: UpdateReport) -> None:
-    """Record a span for a round that has just ended, and a child span for each of its stages.
+    """Record a span for a round that has just ended, and a child span for each of its phases.
 
-    The report has only the stages' durations, so each span starts where the previous one ends.
+    The report has only the phases' durations, so each child span starts where the previous one ends.
     """
     from opentelemetry.trace import set_span_in_context
 
@@ -45,7 +45,7 @@ def record_round(tracer: Tracer, report: UpdateReport) -> None:
     context = set_span_in_context(whole)
     at_ns = start_ns
     for phase, seconds in report.phase_s.items():
-        stage = tracer.start_span(phase, context=context, start_time=at_ns)
+        part = tracer.start_span(phase, context=context, start_time=at_ns)
         at_ns = min(at_ns + int(seconds * NS), end_ns)
-        stage.end(end_time=at_ns)
+        part.end(end_time=at_ns)
     whole.end(end_time=end_ns)

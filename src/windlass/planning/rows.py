@@ -82,6 +82,7 @@ def resolve_names(
     Raises:
         ManifestError: two workers give a name different shapes; a destination ties two tensors that the sources hold
             separately; or one source ties two tensors that another source holds separately.
+        UnsupportedLayout: trainers cannot compute the scales that a destination needs.
     """
     index: dict[str, int] = {}
     shapes: list[tuple[int, ...]] = []
