@@ -15,40 +15,26 @@ from windlass.rollout import BatchClient, SampleTensor, WorkflowContext, run_rol
 from windlass.rollout.messages import Partial, Turn
 
 UNTIL_S = 600.0
-_made: dict[int, Any] = {}
+_array: Any = np.empty(0, np.int64)
 
 
 def elements(number: int, nbytes: int) -> Any:
-    """Return the bytes of tensor `number`: a counter, so that each 8 bytes differ from all others."""
-    numel = nbytes // 8
-    if numel not in _made:
-        _made.clear()
-        _made[numel] = np.arange(numel, dtype=np.int64)
-    return _made[numel] + np.int64(number * numel)
+    """Return the elements of tensor `number`: all differ, and the first is its number. The next call changes the array.
 
-
-class Source:
-    """Arrays that are made once and sent in every run."""
-
-    def __init__(self) -> None:
-        self.arrays: dict[tuple[int, int], Any] = {}
-
-    def array(self, number: int, nbytes: int) -> Any:
-        if (number, nbytes) not in self.arrays:
-            if any(size != nbytes for _, size in self.arrays):
-                self.arrays.clear()
-            self.arrays[number, nbytes] = elements(number, nbytes)
-        return self.arrays[number, nbytes]
-
-
-SOURCE = Source()
+    One array for all tensors leaves more memory for the batch. Both ways copy the elements.
+    """
+    global _array
+    if len(_array) != nbytes // 8:
+        _array = np.arange(1 << 32, (1 << 32) + nbytes // 8, dtype=np.int64)
+    _array[0] = number
+    return _array
 
 
 async def make(context: WorkflowContext) -> float:
     """Answer with a tensor; return the seconds for its copy."""
     arguments: Any = context.arguments
     number, nbytes = arguments
-    array = SOURCE.array(number, nbytes)
+    array = elements(number, nbytes)
     began = time.monotonic()
     context.turns.append(Turn((1,), Partial((number,), (0.0,), (0,)), "length"))
     context.tensors["features"] = SampleTensor.of(array, per_token=False)
@@ -74,7 +60,7 @@ class RaySource:
     def put(self, numbers: list[int], nbytes: int) -> list[Any]:
         import ray
 
-        return [ray.put(SOURCE.array(number, nbytes)) for number in numbers]
+        return [ray.put(elements(number, nbytes)) for number in numbers]
 
 
 class RayRank:

@@ -35,8 +35,9 @@ NUM_TOKENS = 128
 SAMPLING = SamplingParams(max_new_tokens=NUM_TOKENS)
 LOGPROBS = tuple(-index / 1024 for index in range(NUM_TOKENS))
 VERSIONS = (0,) * NUM_TOKENS
+TURN_LOGPROBS, TURN_VERSIONS = LOGPROBS[:4], VERSIONS[:4]
 UNBOUNDED = 1 << 20
-SESSION_TURNS, TURN_TOKENS = 50, 16
+SESSION_TURNS, TURN_TOKENS = 50, 4
 """Turns of a session, and generated tokens of a turn."""
 
 
@@ -63,7 +64,7 @@ def session_turn(prompt: int, number: int) -> Turn:
     """Return a turn of a session. No two turns have a common token."""
     first = (prompt * SESSION_TURNS + number) * TURN_TOKENS
     tokens = tuple(range(first, first + TURN_TOKENS))
-    output = Partial(tokens, LOGPROBS[:TURN_TOKENS], VERSIONS[:TURN_TOKENS])
+    output = Partial(tokens, TURN_LOGPROBS, TURN_VERSIONS)
     return Turn((prompt, number), output, "stop")
 
 
