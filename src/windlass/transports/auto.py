@@ -33,7 +33,8 @@ _log = logging.getLogger(__name__)
 class AutoConfig(TransportConfig, frozen=True, tag="auto"):
     """Configuration of a set of transports.
 
-    By default, the set has every transport that starts in this process for this kind of memory, with two exceptions:
+    By default, the set has every transport that starts in this process for this kind of memory and has `is_automatic`
+    set, with two exceptions:
 
     - Transports between hosts are not started if this process reaches the controller over loopback, because all
       peers are then on this host. If no other transport starts, they are started nevertheless.
@@ -58,6 +59,7 @@ class AutoConfig(TransportConfig, frozen=True, tag="auto"):
 
         Raises:
             ConfigError: `offers` contains an unknown transport.
+            ConfigError, PeerUnreachable: no address of this host can be used; see `own_address`.
             TransportUnavailable: a transport in `offers` does not start, or no transport starts.
         """
         with ExitStack() as undo:
@@ -76,6 +78,7 @@ def _start_all(towards: str, gpu: int, undo: ExitStack) -> list[OneSidedTranspor
     """Start the default set of `AutoConfig`. Add the `close` of each started transport to `undo`.
 
     Raises:
+        ConfigError, PeerUnreachable: see `own_address`.
         TransportUnavailable: no transport starts.
     """
     reasons: dict[str, str] = {}

@@ -162,7 +162,7 @@ def create_transport(
     gpu = gpu_of(memory_at) if memory_at else -1
     if gpu >= 0 and MemoryType.CUDA not in config.memory:
         raise ConfigError(
-            f"transport: must be cuda_ipc (within one host), nixl or mooncake for weights on GPU "
-            f"{gpu}, got {config.name}, which writes only host memory"
+            f"transport: must be cuda_ipc or pull (within one host), nixl or mooncake for weights on "
+            f"GPU {gpu}, got {config.name}, which writes only host memory"
         )
     return config.create(towards=towards, gpu=gpu)

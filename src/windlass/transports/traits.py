@@ -42,7 +42,7 @@ class WireReport(msgspec.Struct, frozen=True):
 
     Attributes:
         transport: registry name.
-        protocol: wire in use: `process_vm_writev`, `posix-shm`, `tcp`, `rdma`, `memory`.
+        protocol: name of the wire in use, for example `process_vm_writev`, `posix-shm`, `cuda-ipc`, `tcp` or `rdma`.
         detail: version, device and similar facts, for status and reports.
     """
 
