@@ -31,7 +31,7 @@ async def sleep_engines(
 
     Raises:
         ConfigError: `mode` keeps the KV cache.
-        RoundAborted: an engine did not sleep. Other engines may sleep; the next round wakes them.
+        RoundAborted: an engine did not sleep. The other engines may be asleep; the next round wakes them.
     """
     if mode is PauseMode.IN_PLACE:
         raise ConfigError(

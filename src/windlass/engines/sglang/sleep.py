@@ -203,7 +203,8 @@ class RankSaver:
     def _before_loss(self) -> None:
         """Save the tensors that neither an update nor SGLang restores, and record the addresses of all tensors.
 
-        If SGLang keeps a copy of the weights, record their fingerprints in place of saving.
+        If SGLang keeps a copy of the weights, record their fingerprints in place of saving. If the weights are lost
+        already, record only the addresses.
         """
         held = self._walked.held()
         self._places = [(holding, holding.address) for holding in held.values()]

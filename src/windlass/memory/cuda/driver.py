@@ -275,7 +275,11 @@ class Device:
             _check(code, f"cuCtxEnablePeerAccess({self.ordinal} -> {other.ordinal})")
 
     def allocate(self, nbytes: int) -> int:
-        """Allocate GPU memory by cuMemAlloc, outside torch's memory pool. The caller frees it by `free`."""
+        """Allocate GPU memory by cuMemAlloc, outside torch's memory pool. The caller frees it by `free`.
+
+        Raises:
+            TransferFailed: the GPU has too little free memory.
+        """
         return int(self.call("cuMemAlloc", nbytes))
 
     def free(self, address: int) -> None:
@@ -364,7 +368,11 @@ class Device:
         return int(self.call("cuMemHostGetDevicePointer", address, 0))
 
     def load(self, image: bytes) -> object:
-        """Load compiled kernels; return the module."""
+        """Load compiled kernels; return the module.
+
+        Raises:
+            TransferFailed: the driver refuses the image.
+        """
         return self.call("cuModuleLoadData", image)
 
     def function(self, module: object, name: str) -> object:
