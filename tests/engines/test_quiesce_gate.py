@@ -131,3 +131,23 @@ def test_a_pause_that_ends_before_the_loop_wakes_releases_the_loop(loop: Loop) -
         loop.gate.end()
     thread.join(DEADLINE_S)
     assert not thread.is_alive()
+
+
+def test_pauses_find_a_held_loop_blocked_and_outlast_it(loop: Loop) -> None:
+    with loop.gate.held():
+        for pause_id in ("1.1", "1.2"):
+            assert loop.gate.ask(pause_id)
+            loop.gate.wait(pause_id, 0)
+            loop.gate.end()
+        assert loop.gate.ask("1.3")
+    loop.gate.wait("1.3", 0)
+    loop.gate.end()
+    assert not loop.gate.ask("1.4")
+    with pytest.raises(PeerTimeout):
+        loop.gate.wait("1.4", 0)
+
+
+def test_a_pause_that_began_before_finds_a_held_loop(loop: Loop) -> None:
+    assert not loop.gate.ask("1.1")
+    with loop.gate.held():
+        loop.gate.wait("1.1", 0)

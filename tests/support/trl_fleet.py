@@ -26,12 +26,12 @@ def server_flags(model: Path) -> tuple[str, ...]:
     return ("--dtype", "float32", "--served-model-name", str(model))
 
 
-def command(*arguments: str, num_ranks: int = 1) -> list[str]:
+def command(*arguments: str, num_ranks: int = 1, script: Path = SCRIPT) -> list[str]:
     torchrun = ("-m", "torch.distributed.run", "--nproc-per-node", str(num_ranks))
     port = ("--master-port", str(free_port()))
     return [
         str(VENV / "bin/python"), *((*torchrun, *port) if num_ranks > 1 else ()),
-        str(SCRIPT), *arguments,
+        str(script), *arguments,
     ]  # fmt: skip
 
 

@@ -14,7 +14,7 @@ import msgspec
 from windlass.control.client import AGENTS_PATH, AgentChannel, CommandHandler
 from windlass.control.connect_messages import CannotJoin, Hello
 from windlass.control.messages import Command, Done, Probe
-from windlass.errors import PeerUnreachable
+from windlass.errors import PeerUnreachable, WindlassError
 from windlass.net.messages import PROTOCOL_VERSION, Envelope, Reply, encode
 from windlass.net.sockets import open_http, send_frame
 
@@ -120,4 +120,9 @@ class EngineChannel(AgentChannel):
             # The engine's code may raise any exception. The rank must connect again in any case.
             except Exception as error:  # noqa: BLE001
                 self._not_resumed = f"{type(error).__name__}: {error}"
-                _log.exception("the engine did not resume after the connection was lost")
+                # A sleeping engine is no fault of the code, so it needs no stack.
+                _log.warning(
+                    "after the connection was lost: %s",
+                    error,
+                    exc_info=not isinstance(error, WindlassError),
+                )

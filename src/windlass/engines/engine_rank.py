@@ -372,6 +372,12 @@ class EngineRank:
             return ""
         return f"{self._client.agent.lineage}/{self.served_version}"
 
+    @property
+    def may_serve(self) -> bool:
+        """False while the weights sleep, are lost, or may be of two versions."""
+        is_mixed = self._client is not None and self._client.agent.mixed_weights
+        return not (self.sleep.is_empty or is_mixed)
+
     def leave(self, deadline_s: float) -> None:
         """Leave the current fleet, if any, and unregister the rank's memory. The fleet's controller must have ended.
 

@@ -6,6 +6,8 @@ The loop is quiesced for a pause when the last step before the pause has ended.
 from __future__ import annotations
 
 import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import final
 
 from windlass.errors import PeerTimeout, WindlassError
@@ -59,6 +61,21 @@ class QuiesceGate:
             )
             self.changed.wait_for(lambda: not self._asked, longest_s)
             self._blocked = False
+
+    @contextmanager
+    def held(self) -> Iterator[None]:
+        """Count the main loop as blocked inside the `with` block, for an engine that runs its steps in the calling thread.
+
+        The thread runs no step inside the block. A pause that has not ended by then stays open until the agent ends it.
+        """
+        with self.changed:
+            self._blocked, self._reached = True, self._asked
+            self.changed.notify_all()
+        try:
+            yield
+        finally:
+            with self.changed:
+                self._blocked = False
 
     def ask(self, pause_id: str) -> bool:
         """Ask for a pause; return whether the loop is already blocked. The agent calls this before `wait`."""

@@ -60,6 +60,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, final
 
+from windlass.engines.rank_sleep import RankSleep
 from windlass.engines.spec import RankStep
 from windlass.engines.vllm.backend import is_backend_of
 from windlass.engines.vllm.core_sleep import (
@@ -320,11 +321,13 @@ def _prepare_order(core: Any, step: str) -> None:
     """Prepare a core for an order to its workers. `step` is the `RankStep` of the order.
 
     Raises:
-        RuntimeError: the server sleeps, so that its workers can neither capture nor register their memory.
+        RuntimeError: the server sleeps, so that its workers can neither capture nor register their memory. A join needs
+            the weights only.
     """
     from vllm.v1.engine.core import EngineCoreProc
 
-    if core.model_executor.is_sleeping:
+    asleep = core.model_executor.sleeping_tags
+    if asleep if step == RankStep.CAPTURE else RankSleep.WEIGHTS in asleep:
         raise RuntimeError("the server sleeps: call POST /wake_up before its ranks join a fleet")
     if step == RankStep.CAPTURE:
         if own_core.calls is None and isinstance(core, EngineCoreProc):
@@ -453,7 +456,7 @@ def _update(
         # The client sets the version in its own call at the end of the update.
         return -1
 
-    _hold(core, update)
+    hold(core, update)
     return found
 
 
@@ -467,7 +470,7 @@ def _receive(worker: Any, info: dict[str, object]) -> int:
     return int(engine.served_version)
 
 
-def _hold(core: Any, held: Callable[[str], int]) -> None:
+def hold(core: Any, held: Callable[[str], int]) -> None:
     """Pause vLLM's `EngineCore` between two steps and run `held`. Called in the core's loop.
 
     `held` gets the new cache namespace, blocks the workers while weights change, and returns the version that the engine

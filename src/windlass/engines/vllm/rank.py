@@ -33,9 +33,12 @@ Worker = Any
 
 def number_of(worker: Worker) -> int:
     """Return the index of a worker among all ranks of the server: the ranks of earlier replicas come first."""
-    # `world_size` and `rank` count the ranks of one replica.
+    # `world_size` counts the ranks of one replica. `rank` does, too, unless torchrun has started the ranks of several
+    # engines (`external_launcher`); then it counts the ranks of all engines.
     parallel = worker.parallel_config
-    return int(parallel.data_parallel_index * parallel.world_size + worker.rank)
+    return int(
+        parallel.data_parallel_index * parallel.world_size + worker.rank % parallel.world_size
+    )
 
 
 def capture_rank(

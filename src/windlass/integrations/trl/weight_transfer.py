@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import functools
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextvars import ContextVar
 from typing import Any, final
 
@@ -24,6 +24,7 @@ from trl.experimental.async_grpo.async_rollout_worker import AsyncRolloutWorker,
 from windlass.config import ControlConfig
 from windlass.errors import ConfigError
 from windlass.integrations.tensor_module import TensorModule
+from windlass.integrations.trl.merging import merged, merged_names
 from windlass.integrations.vllm import SentWeights, WeightSync
 from windlass.integrations.vllm.servers import server_urls
 from windlass.layout.naming.stacked import StackedRule
@@ -160,7 +161,7 @@ class WeightTransfer:
         """Connect the model of `trainer`, unless it is connected, and return the connection. Collective."""
         if self._sync is None:
             model = trainer.accelerator.unwrap_model(trainer.model)
-            names = _merged_names(model.prefix) if is_peft_model(model) else None
+            names = merged_names(model.prefix) if is_peft_model(model) else None
             self._sync = self._connect(model, name_map=names)
             # Only rank 0 knows the version at which TRL resumes a run.
             self._version = broadcast_object_list([trainer.model_version], from_process=0)[0]
@@ -176,13 +177,8 @@ class WeightTransfer:
         trainer.accelerator.wait_for_everyone()
         ready = time.time()
         model = trainer.accelerator.unwrap_model(trainer.model)
-        if is_peft_model(model):
-            model.merge_adapter()
-        try:
+        with merged(model):
             sent = self._send(sync)
-        finally:
-            if is_peft_model(model):
-                model.unmerge_adapter()
         trainer._metrics["train"]["perf/weight_sync_paused_s"].append(sent.report.pause_s)
         trainer.model_version = sent.version
         if trainer.rollout_worker is not None:
@@ -247,20 +243,3 @@ class _FleetLoop(_AsyncRolloutLoop):  # type: ignore[misc]  # TRL is not typed h
             raise
         finally:
             self._num_requests[server] -= 1
-
-
-def _merged_names(prefix: str) -> Callable[[str], str | None]:
-    """Return a map from parameter names of a merged PEFT model to names of its base model.
-
-    Args:
-        prefix: prefix of the adapter's own parameters. The map returns None for parameters with this prefix and for
-            copies that PEFT keeps in `original_module`.
-    """
-
-    def name_map(name: str) -> str | None:
-        name = name.removeprefix("base_model.model.")
-        if prefix in name or "original_module" in name:
-            return None
-        return name.replace(".base_layer", "").replace("modules_to_save.default.", "")
-
-    return name_map

@@ -14,6 +14,8 @@ from windlass.lazy import public
 
 if TYPE_CHECKING:
     from windlass.integrations.fleet_sync import SentWeights as SentWeights
+    from windlass.integrations.vllm.colocated import ColocatedEngine as ColocatedEngine
+    from windlass.integrations.vllm.colocated import ColocatedSync as ColocatedSync
     from windlass.integrations.vllm.servers import PAUSE_MODES as PAUSE_MODES
     from windlass.integrations.vllm.servers import VllmServers as VllmServers
     from windlass.integrations.vllm.sync import WeightSync as WeightSync
