@@ -131,7 +131,7 @@ class Checked:
         """Let a sync fail in its middle; vLLM then refuses to generate."""
         verify = Destination.verify
         # Every source is reported as damaged, as after a byte that changed on its way.
-        Destination.verify = lambda _self, expected, _hashed=None: tuple(expected)  # type: ignore[method-assign]
+        Destination.verify = lambda _self, expected, _hashed=None: tuple(expected)  # type: ignore[method-assign,assignment]
         try:
             self._sync()
         except RoundAborted as error:
