@@ -74,7 +74,7 @@ def _patch() -> None:
     register()
     made, sync_weights = vllm_generation.LLM, VLLMGeneration.sync_weights
 
-    def make(*given: Any, **named: Any) -> Any:
+    def _make(*given: Any, **named: Any) -> Any:
         llm = made(*given, **named, weight_transfer_config={"backend": BACKEND})
         engine = ColocatedEngine(llm, deadline_s=_Given.settings["deadline_s"])
         setattr(llm, _ATTRIBUTE, functools.partial(ColocatedSync, engine=engine, **_Given.settings))
@@ -89,7 +89,7 @@ def _patch() -> None:
             setattr(generation, _ATTRIBUTE, _Syncs(generation))
         vars(generation)[_ATTRIBUTE].send()
 
-    vllm_generation.LLM, VLLMGeneration.sync_weights = make, sync
+    vllm_generation.LLM, VLLMGeneration.sync_weights = _make, sync
 
 
 @final

@@ -158,14 +158,14 @@ class ColocatedEngine:
         engine, rank = self.llm.llm_engine, self.rank
         add = engine.add_request
 
-        def add_request(*given: Any, **named: Any) -> Any:
+        def _add_request(*given: Any, **named: Any) -> Any:
             if not rank.may_serve:
                 raise RoundAborted(
                     "generate: the weights of the engine sleep, are lost or may be of two versions; send a version first"
                 )
             return add(*given, **named)
 
-        engine.add_request = add_request
+        engine.add_request = _add_request
 
 
 @final
