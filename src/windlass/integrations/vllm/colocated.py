@@ -59,6 +59,8 @@ class ColocatedEngine:
     Attributes:
         llm: see above.
         num_ranks: number of ranks of the engine; consecutive trainer ranks form an engine.
+        layout: summary of the captured layout of this rank.
+        rank: captured layout and fleet of this rank.
 
     Raises:
         ConfigError: `llm` runs in another process, has another backend, or several replicas.
