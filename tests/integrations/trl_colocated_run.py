@@ -91,14 +91,6 @@ class Checked:
         self.loads += with_loads.call_count
         self.compared.append(self._compare())
 
-    def has_woken(self) -> bool:
-        """Send the final weights to a vLLM that sleeps; return whether it answers afterwards."""
-        assert self.generation.llm.llm_engine.is_sleeping()
-        vars(self.generation)["windlass_colocated"]._sync.send_weights(100)
-        self._compare()
-        answers = self.generation.llm.generate([{"prompt_token_ids": [2, 5, 6]}], use_tqdm=False)
-        return len(answers[0].outputs[0].token_ids) > 0
-
     def _compare(self) -> int:
         """Compare every tensor of vLLM with a fresh load of the trainer's weights; return the number of tensors."""
         llm = self.generation.llm
@@ -207,7 +199,6 @@ def train(settings: Settings) -> None:
         trl_run.shard_on_cpu(trainer.accelerator)
     checked = Checked(trainer, settings)
     trainer.train()
-    has_woken = checked.has_woken() if settings.sleep else False
     if trainer.accelerator.is_main_process:
         written = {
             "log": trainer.state.log_history,
@@ -216,7 +207,6 @@ def train(settings: Settings) -> None:
             "num_sharded": checked.num_sharded,
             "num_parameters": len([*trainer.model.parameters()]),
             "refused": checked.refused,
-            "has_woken": has_woken,
             "version": checked.generation.llm.llm_engine.get_weight_version(),
         }
         out.write_text(json.dumps(written, indent=1))
