@@ -37,6 +37,7 @@ from areal.api.cli_args import (
     PPOActorConfig,
 )
 from fresh_servers import checksums
+from sglang_cpu_sleep import HostSaver, moved
 from torch.distributed.tensor import DTensor
 
 from windlass.engines.http import EngineHttp
@@ -54,6 +55,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
     Attributes:
         engine: `vllm` or `sglang`.
         kill: process ids that rank 0 kills when the round of version `kill_at` is in its write phase.
+        offloads: whether the actor frees its memory between the steps, as with `actor.offload` and `enable_offload`.
     """
 
     engine: str
@@ -64,6 +66,33 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
     num_tokens: int
     kill: list[int] = []
     kill_at: int = -1
+    offloads: bool = False
+
+
+class Saver:
+    """Memory that sleeps, in place of torch_memory_saver, which needs CUDA. A process that reads it then ends."""
+
+    hook_mode = ""
+
+    def __init__(self) -> None:
+        self._saver = HostSaver()
+
+    def manage(self, model: torch.nn.Module) -> None:
+        """Move the shards of an FSDP2 model into memory that sleeps, before its first forward pass."""
+        for parameter in model.parameters():
+            assert isinstance(parameter, DTensor)
+            local = moved(parameter.to_local().detach(), "training", backed_up=True)
+            shard = DTensor.from_local(
+                local, parameter.device_mesh, parameter.placements, run_check=False,
+                shape=parameter.shape, stride=parameter.stride(),
+            )  # fmt: skip
+            torch.utils.swap_tensors(parameter, torch.nn.Parameter(shard))  # type: ignore[no-untyped-call]
+
+    def pause(self) -> None:
+        self._saver.pause("training")
+
+    def resume(self) -> None:
+        self._saver.resume("training")
 
 
 class Say(RolloutWorkflow):  # type: ignore[misc]  # AReaL is not typed here
@@ -108,6 +137,7 @@ def rollout_config(backend: str = "vllm:d1") -> InferenceEngineConfig:
 def train(settings: Settings) -> None:
     import areal.engine
     import areal.trainer.rl_trainer
+    from areal.engine import fsdp_engine
     from hosted_controllers import kill_in_phase, remember_hosted
 
     from windlass.integrations.areal import install
@@ -117,6 +147,9 @@ def train(settings: Settings) -> None:
     actor = areal.engine.FSDPPPOActor(config=actor_config(settings.model))
     actor.create_process_group()
     actor.initialize(None, FinetuneSpec(total_train_epochs=1, dataset_size=800, train_batch_size=8))
+    if settings.offloads:
+        saver = vars(fsdp_engine)["torch_memory_saver"] = Saver()
+        saver.manage(actor.model)
     engines = vars(areal.trainer.rl_trainer)
     engine = engines[{"vllm": "RemotevLLMEngine", "sglang": "RemoteSGLangEngine"}[settings.engine]]
     backend = f"{settings.engine}:d{len(settings.servers)}"
@@ -132,7 +165,11 @@ def train(settings: Settings) -> None:
         "num_gathers": 0, "serving": [], "answers": workflow.answers,
     }  # fmt: skip
     num_asked = 0
+    if settings.offloads:
+        actor.offload()
     for version in range(1, settings.num_versions + 1):
+        if settings.offloads:
+            actor.onload()
         train_step(actor, version)
         actor.save(SaveLoadMeta(f"{settings.out}/{version}", "hf", False, actor.tokenizer))
         for k in range(4):
@@ -148,6 +185,8 @@ def train(settings: Settings) -> None:
             found["serving"].append(actor.update_weights(meta.with_version(version)))
         actor.set_version(version)
         rollout.set_version(version)
+        if settings.offloads:
+            actor.offload()
         rollout.resume()
     found["num_finished"] = sum(
         answer is not None for answer in rollout.wait(num_asked, timeout=200, raise_timeout=False)
@@ -311,10 +350,7 @@ def refusals(model: str) -> None:
         "own buckets": lambda: rollout.update_weights_from_distributed(meta, []),
         "own files": lambda: rollout.update_weights_from_disk(disk),
     }
-    os.environ["TMS_INIT_ENABLE"] = "1"
-    refused = {"offload": error_of(lambda: plain.connect_engine(rollout, meta))}
-    os.environ["TMS_INIT_ENABLE"] = "0"
-    print(json.dumps(refused | {name: error_of(call) for name, call in tries.items()}))
+    print(json.dumps({name: error_of(call) for name, call in tries.items()}))
 
 
 def error_of(call: Any) -> str:

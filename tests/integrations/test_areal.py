@@ -126,6 +126,26 @@ def train(
     require_versions_are_true(answers, [folder / "source", *saved(folder)])
 
 
+def test_actor_that_frees_its_memory_between_steps_updates_a_server(tmp_path: Path) -> None:
+    source, token = checkpoint(1, tmp_path / "source"), token_file(tmp_path, TOKEN)
+    told = {"WINDLASS_CONTROLLER": "wait", "WINDLASS_TOKEN_FILE": str(token)}
+    given = variables(install(tmp_path / "site"), **told)
+    with launched(source, tmp_path / "server.log", free_port(), given) as server:
+        settings = {
+            "engine": "sglang", "model": str(source), "out": str(tmp_path), "offloads": True,
+            "servers": [server.url.removeprefix("http://")], "num_versions": 2, "num_tokens": 20,
+        }  # fmt: skip
+        path = tmp_path / "settings.json"
+        path.write_text(json.dumps(settings))
+        run_ranks(
+            *(NUM_RANKS, "train", str(path)), log=tmp_path / "log",
+            WINDLASS_TOKEN_FILE=str(token), TMS_INIT_ENABLE="1",
+        )  # fmt: skip
+        weights = tmp_path / "2"
+        assert server.digests() == server.digests_of_fresh_load(weights)
+        check_answer(server, weights, 2)
+
+
 @pytest.mark.parametrize("engine", ["vllm", "sglang"])
 def test_areals_trainer_runs_with_two_changed_lines(engine: str, tmp_path: Path) -> None:
     """Check `PPOTrainer` with its controllers, its worker processes and a server that it starts."""
@@ -234,10 +254,13 @@ def test_wrong_settings_are_refused_with_the_reason(tmp_path: Path) -> None:
         "use_lora: must be False with Windlass, got True; AReaL requests a new adapter name in each version, which a "
         "server must load from files: train all weights, or leave out install() and set weight_update_mode to disk"
     )
+    disk = (
+        "weight_update_mode: must be xccl with Windlass, got disk; AReaL demands disk if the actor and the servers share "
+        "GPUs (scheduling target): give them GPUs of their own and set weight_update_mode to xccl, or leave out install()"
+    )
     assert refused == {
-        "offload": "enable_offload: must be False with Windlass, got True",
         "lora": lora,
-        "disk": "weight_update_mode: must be xccl with Windlass, got disk",
+        "disk": disk,
         "sglang": rollout + "areal.engine.sglang_remote.RemoteSGLangEngine",
         "callback": rollout + "areal.infra.controller.rollout_callback.RolloutCallback",
         "v2": "_version: must be v1 with Windlass, got v2",

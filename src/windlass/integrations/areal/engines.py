@@ -4,8 +4,8 @@
 
     install()  # before `PPOTrainer(...)`; the rest of the script does not change
 
-This module was written for AReaL 1.0.4 (inclusionAI/AReaL). It overrides two methods of `FSDPEngine`
-(`areal/engine/fsdp_engine.py`), `connect_engine` and `update_weights`. AReaL's trainer calls these methods in every
+This module was written for AReaL 1.0.4 (inclusionAI/AReaL). It overrides three methods of `FSDPEngine`
+(`areal/engine/fsdp_engine.py`), `connect_engine`, `update_weights` and `offload`. AReaL's trainer calls these methods in every
 rank, or AReaL's controller calls them on every worker (`areal/infra/controller/train_controller.py`). No rank gathers
 tensors, and no process group includes the servers. `windlass.integrations.areal.rollout` has the clients of the servers.
 """
@@ -20,7 +20,6 @@ from areal.api import InferenceEngine, Scheduler, WeightUpdateMeta
 from areal.api.cli_args import PPOActorConfig, TrainEngineConfig
 from areal.engine import fsdp_engine
 from areal.trainer.ppo.actor import PPOActorController
-from areal.utils.offload import is_tms_enabled
 
 from windlass.errors import ConfigError
 from windlass.integrations.areal.rollout import (
@@ -46,6 +45,10 @@ _NO_LORA = (
     "; AReaL requests a new adapter name in each version, which a server must load from files: train all weights, or leave "
     "out install() and set weight_update_mode to disk"
 )
+_NO_DISK = (
+    "; AReaL demands disk if the actor and the servers share GPUs (scheduling target): give them GPUs of their own and set "
+    "weight_update_mode to xccl, or leave out install()"
+)
 
 
 def install() -> None:
@@ -62,7 +65,8 @@ def install() -> None:
 class FSDPEngine(fsdp_engine.FSDPEngine):  # type: ignore[misc]  # AReaL is not typed here
     """AReaL's FSDP engine with weight updates by Windlass, for scripts that create engines themselves.
 
-    Memory: trainer ranks read their shards and write the servers' weights during `update_weights` only.
+    Memory: trainer ranks read their shards and write the servers' weights during `update_weights` only. `offload`, which frees
+    the memory of this rank, leaves the fleet first. The next update connects again.
     """
 
     def __init__(self, config: TrainEngineConfig) -> None:
@@ -93,6 +97,11 @@ class FSDPEngine(fsdp_engine.FSDPEngine):  # type: ignore[misc]  # AReaL is not 
             if _servers_of(known) == servers:
                 return
             self._leave()
+        self._connect(engine)
+
+    def _connect(self, engine: PlainServers | ServersCallback) -> WeightSync | FleetSync:
+        """Connect to the servers of `engine`, and return the connection. Collective; blocks."""
+        servers = _servers_of(engine)
         if engine.engine == "vllm":
             self._sync = WeightSync(
                 self.model, servers=servers, pause="abort", deadline_s=DEADLINE_S
@@ -102,6 +111,7 @@ class FSDPEngine(fsdp_engine.FSDPEngine):  # type: ignore[misc]  # AReaL is not 
             self._sync = FleetSync(
                 urls, lambda: JoinedServers(servers), self._connect_trainer, DEADLINE_S
             )
+        return self._sync
 
     def _connect_trainer(self, address: HostAddress) -> TrainerClient:
         return connect_trainer(
@@ -132,13 +142,24 @@ class FSDPEngine(fsdp_engine.FSDPEngine):  # type: ignore[misc]  # AReaL is not 
             RoundAborted, PeerUnreachable, PeerTimeout: see `WeightSync.send_weights`.
         """
         self._check_rollout_engine_connected()
-        if self._sync is None or meta.version is None:
+        if meta.version is None:
             raise ConfigError(f"update_weights: meta.version must be an integer >= 0, got {meta}")
-        sent = self._sync.send_weights(meta.version)
+        # This brings the memory of an offloaded rank back, and frees it again by `offload`.
+        with self._offload_aware_context():
+            sync = self._sync or self._connect(self.rollout_engine)
+            sent = sync.send_weights(meta.version)
         serving = [url.removeprefix("http://") for url in sent.servers]
         if isinstance(self.rollout_engine, PlainServers):
             self.rollout_engine.send_only_to(serving)
         return serving
+
+    def offload(self) -> None:
+        """Leave the fleet, and free this rank's GPU memory with torch_memory_saver. Collective.
+
+        The memory comes back at the same addresses, but in other pages, so no registration of it would be valid then.
+        """
+        self._leave()
+        super().offload()
 
     def destroy(self) -> None:
         """Disconnect from the servers, then destroy AReaL's engine. Idempotent.
@@ -208,8 +229,7 @@ def _require_plain_weights(config: TrainEngineConfig, meta: WeightUpdateMeta) ->
     """
     for option, given, allowed, why in (
         ("use_lora", config.use_lora or meta.use_lora, False, _NO_LORA),
-        ("weight_update_mode", meta.type, "xccl", ""),
-        ("enable_offload", is_tms_enabled(), False, ""),
+        ("weight_update_mode", meta.type, "xccl", _NO_DISK if meta.type == "disk" else ""),
     ):
         if given != allowed:
             raise ConfigError(f"{option}: must be {allowed} with Windlass, got {given}{why}")
