@@ -70,7 +70,7 @@ class Measure(StrEnum):
         return self.removesuffix("_s") if self.unit == "seconds" else self.unit
 
     def text(self, value: float) -> str:
-        """Return a value as the text of a table cell: milliseconds, or a count."""
+        """Return a value as the text of a table cell: milliseconds ("-" for none), or a number of bytes."""
         if self.unit == "seconds":
             return f"{value * 1e3:.1f}" if value else "-"
         return f"{value:,.0f}"

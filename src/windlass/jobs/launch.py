@@ -935,7 +935,7 @@ class Job:
             await self._evaluate()
 
     def _seeds_of(self, samples: Sequence[TrainingSample]) -> dict[str, int | None]:
-        """Return the seed of each rollout in the groups of these samples, by its id."""
+        """Return rollout id -> seed, for all rollouts in the groups of these samples that are still open."""
         found = [self._open.get(group_id) for group_id in {each.group_id for each in samples}]
         groups = [group[1].future.result() for group in found if group is not None]
         return {each.task_id: each.sampling_seed for group in groups for each in group.rollouts}

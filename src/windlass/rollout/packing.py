@@ -73,7 +73,8 @@ def pack(
 
     The function uses as few packs as the greedy rule "longest sample first, into the shortest pack" allows. If there are
     fewer samples than packs, a pack without a sample gets a filler: a copy of the shortest sample with `loss_mask` False,
-    so that every rank takes part in collectives. A group may be split over ranks; compute advantages before.
+    so that every rank takes part in collectives. A group may be split over ranks; compute advantages before. Packs contain
+    only those tensors of samples that have one row per token.
 
     Args:
         samples: samples of one step.
@@ -81,8 +82,8 @@ def pack(
         max_tokens: largest number of tokens in a pack.
 
     Raises:
-        ConfigError: `samples` is empty, a sample is longer than `max_tokens` or has no prompt, tensors of one name
-            differ in dtype or shape, NumPy does not have a tensor's dtype, or a number is below 1.
+        ConfigError: `samples` is empty, a sample is longer than `max_tokens` or has no prompt, packed tensors of one
+            name differ in dtype or in shape per token, NumPy does not have the dtype of one, or a number is below 1.
     """
     for name, number in (("num_ranks", num_ranks), ("max_tokens", max_tokens)):
         if not is_count(number):

@@ -453,13 +453,13 @@ def _geometry(config: object, vocab_size: int) -> Geometry:
     values = vars(config)
     if not values["gated_linear_unit"]:
         raise UnsupportedLayout(
-            "gated_linear_unit must be True, because naming tables describe gated MLPs, got False; pass exporter "
-            "in place of family"
+            "gated_linear_unit must be True with family, whose naming tables describe only gated MLPs, got False; pass "
+            "exporter in place of family"
         )
     if values.get("attention_output_gate"):
         raise UnsupportedLayout(
-            "attention_output_gate must be False, because naming tables describe attention without it, got True; pass "
-            "exporter in place of family"
+            "attention_output_gate must be False with family, whose naming tables describe only attention without a "
+            "gate, got True; pass exporter in place of family"
         )
     heads = int(values["num_attention_heads"])
     groups = int(values["num_query_groups"] or heads)

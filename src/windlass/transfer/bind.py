@@ -55,9 +55,14 @@ def bind_peers(
 ) -> dict[str, DestinationBinding]:
     """Return destination -> binding for these links, after `check(program, binding)` has accepted each binding.
 
+    Args:
+        programs: the links.
+        bindings: bindings of at least their destinations.
+        check: function that refuses a binding by raising PlanError or RegionError.
+
     Raises:
-        PlanError: a destination has no binding.
-        BindingsRefused: `check` refused some bindings.
+        PlanError: a destination has no binding. Later links are not checked then.
+        BindingsRefused: `check` refused some bindings. All bindings were checked, and the error has each reason.
     """
     known = {binding.worker: binding for binding in bindings}
     found: dict[str, DestinationBinding] = {}

@@ -260,7 +260,7 @@ def _scales(layer: Any, adapter: str) -> tuple[float, float]:
 
 
 def _parameters_of(layer: Any, adapter: str) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield name in the layer and parameter, for each parameter of one adapter in a PEFT layer."""
+    """Yield the parameters that a PEFT layer has for an adapter, each with its name within the layer."""
     for container in dict.fromkeys(layer.adapter_layer_names):
         held = layer._modules.get(container)
         if not isinstance(held, _DICTS) or adapter not in held:

@@ -234,7 +234,8 @@ def connect_within(line: socket.socket, peer: PeerEndpoint, seconds: float) -> N
         TimeoutError: the listener did not take the connection within `seconds`.
         OSError: no process listens there.
     """
-    # With a timeout of Python, the kernel would refuse the connection at once if too many wait (EAGAIN).
+    # `settimeout` would make the socket non-blocking, and `connect` would then fail at once (EAGAIN) while the listener's
+    # backlog is full. With SO_SNDTIMEO the kernel waits.
     line.setblocking(True)
     whole_s = int(seconds)
     wait = _TIMEVAL.pack(whole_s, max(int((seconds - whole_s) * 1e6), 1))

@@ -725,7 +725,11 @@ class Later:
         self._signature = None if is_full else Signature(self._watched.reach)
 
     def _walked(self) -> Mapping[str, Holding]:
-        """Return the model's current tensors. Retry after RuntimeError: another thread has changed a container."""
+        """Return the model's current tensors.
+
+        Raises:
+            RuntimeError: another thread has changed a container during each of `_TRIES` walks over the model.
+        """
         for number in range(_TRIES):
             self._watched.changed()
             try:

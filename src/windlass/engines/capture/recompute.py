@@ -393,7 +393,8 @@ class _Part:
     def disturbed(self, sources: frozenset[str]) -> frozenset[str]:
         """Make two trial updates; return the names of tensors that have wrong bytes afterwards or have moved.
 
-        The partial load of a trial update gets the tensors `sources`. If the loader raises, return all computed tensors.
+        The partial load of a trial update gets the tensors `sources`, and a load of the whole checkpoint has the right
+        bytes. If the loader raises in a partial load, return all computed tensors. Errors of whole loads are raised.
         """
         self.load(self.codes.random(0))
         before = self._fixed(sources)

@@ -50,7 +50,8 @@ def capture_adapter(
     """Capture the layout of the adapter that vLLM's worker serves. The worker's main loop calls this.
 
     vLLM keeps a copy of each loaded adapter in host memory. After a successful capture, this copy has the weights of the
-    adapter's folder. After a failed capture, the copy has the same weights as before.
+    adapter's folder, and the adapter keeps its slot, so that vLLM never copies these weights over an update. After a failed
+    capture, the copy has the same weights as before.
 
     Raises:
         UnsupportedLayout: vLLM does not serve exactly one adapter; see also `capture`.

@@ -153,10 +153,11 @@ class Namespace:
         return self._name + (own or "")
 
     def enter(self, request: Any) -> None:
-        """Give a vLLM `Request` with an older namespace the current namespace, and hash its blocks again.
+        """Move a vLLM `Request` with an older namespace to the current one, and hash its blocks again.
 
-        The request must own no cache blocks yet. If `salt` was never called, Windlass does not update this engine: do
-        nothing.
+        The request must own no cache blocks yet. If the engine has looked its prefix up under the older namespace, also
+        mark the request, so that connectors load nothing for it (see `load_current_entries`). If `salt` was never
+        called, Windlass does not update this engine, and the request keeps its salt.
         """
         known, salt = vars(request), request.cache_salt or ""
         was_looked_up = known.get(_LOOKED_UP, False)
@@ -493,7 +494,8 @@ def _quiesced(core: Any) -> Iterator[None]:
     """Pause the scheduler, and process the results of running steps. Restore the scheduler's state at the end.
 
     This function makes the same calls as vLLM's `EngineCoreProc.pause_scheduler` and the core's loop. If the engine has a
-    connector, also get the identity of the weights from the workers at the end.
+    connector and the block raises nothing, the core's namespace then takes the identity of the weights from the workers. It
+    keeps its identity if the workers name none, or not all the same.
     """
     from vllm.v1.core.sched.interface import PauseState
 

@@ -163,7 +163,11 @@ def parser_of(name: str) -> Parser:
 
 
 def split_reasoning(text: str) -> tuple[str, str]:
-    """Return the reasoning and the rest of a text. The opening tag may be in the prompt."""
+    """Divide a text at `</think>`, and return the reasoning and the rest.
+
+    `<think>` may be missing, because a chat template may have written it into the prompt. With `<think>` alone, the whole
+    text is reasoning. With neither tag, none of it is.
+    """
     before, mark, after = text.partition("</think>")
     if mark:
         return before.replace("<think>", "", 1).strip(), after

@@ -240,8 +240,8 @@ def start_agent(
         settings["UCX_MAX_RMA_RAILS"] = str(device.count(",") + 1)
     if wire is NixlWire.AUTO:
         del settings["UCX_TLS"]
-    # Start one agent at a time, because the environment is changed during the start. UCX opens its log
-    # when the first agent starts.
+    # Start one agent at a time, because the environment is changed during the start. UCX opens its log once, when the
+    # first agent starts, so all agents of this process have the same log.
     with OPENING:
         path = settings["UCX_LOG_FILE"] = _log_file()
         with temporary_values(settings):
@@ -251,6 +251,13 @@ def start_agent(
 
 def native_agent(name: str, wire: NixlWire, device: str) -> NativeAgent:
     """Start and return NIXL's agent, with its UCX backend.
+
+    The caller holds `OPENING` and has set UCX's environment variables (`start_agent` does both).
+
+    Args:
+        name: name of the agent.
+        wire: the wire that the environment selects, for the error.
+        device: the devices that the environment selects, for the error.
 
     Raises:
         TransportUnavailable: NIXL cannot be loaded, or UCX does not start.
