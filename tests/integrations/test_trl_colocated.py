@@ -73,10 +73,15 @@ def test_colocated_vllm_gets_every_tensor_and_refuses_to_generate_after_a_failed
     )
 
 
-def test_fsdp_ranks_fill_an_engine_of_two_ranks_and_gather_nothing(
-    model: Path, tmp_path: Path
+@pytest.mark.parametrize("tp", [1, 2])
+def test_fsdp_ranks_fill_their_engines_and_gather_nothing(
+    tp: int, model: Path, tmp_path: Path
 ) -> None:
-    found = train(tmp_path, model, num_ranks=2, steps=3, tensor_parallel_size=2)
+    found = train(tmp_path, model, num_ranks=2, steps=3, tensor_parallel_size=tp)
     assert_synced(found, 3)
     assert found["num_sharded"] == found["num_parameters"] > 0
     assert found["version"] == "3"
+
+
+def test_colocated_vllm_serves_a_merged_adapter(model: Path, tmp_path: Path) -> None:
+    assert_synced(train(tmp_path, model, steps=3, lora=True), 3)
