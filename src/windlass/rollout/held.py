@@ -206,6 +206,13 @@ class TensorStore(Closing):
             self._transport = self._config.create(towards=self.towards)
         return self._transport
 
+    async def end(self) -> None:
+        """Call `close`, in a thread if a write may be running."""
+        if self._transport is None and not self._writing.locked():
+            self.close()
+        else:
+            await asyncio.to_thread(self.close)
+
     def close(self) -> None:
         """Free all tensors, and close the transport. Idempotent."""
         self.release(list(self._held))

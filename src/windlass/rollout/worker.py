@@ -379,7 +379,7 @@ class RolloutWorker(Client[WriteTensors, TensorsWritten, WorkerWelcome | TaskBat
             delivery.cancel()
             await asyncio.gather(delivery, return_exceptions=True)
             await self._chat.close()
-            await asyncio.to_thread(self._tensors.close)
+            await self._tensors.end()
 
     async def shut_down(self, deadline_s: float) -> None:
         """Cancel all running attempts, so that the controller runs their rollouts at other workers.
