@@ -19,7 +19,7 @@ class Room(NamedTuple):
     """Memory of the host or of one GPU.
 
     Attributes:
-        name: `HOST`, or the UUID of the GPU.
+        name: `HOST`, or the UUID of the GPU; empty if it is not known.
         nbytes: size in bytes.
     """
 
@@ -28,16 +28,16 @@ class Room(NamedTuple):
 
 
 def room_of(ordinal: int) -> Room:
-    """Return the memory of GPU `ordinal`, or of the host if `ordinal` is -1.
+    """Return the memory of GPU `ordinal`, or of the host if `ordinal` is -1; no name and size 0 if the driver does not answer.
 
     The size of host memory is at most the limit of this process's control group.
-
-    Raises:
-        WindlassError: the driver does not answer.
     """
     if ordinal >= 0:
-        device = Device(ordinal)
-        return Room(device.uuid, device.memory()[1])
+        try:
+            device = Device(ordinal)
+            return Room(device.uuid, device.memory()[1])
+        except WindlassError:
+            return Room("", 0)
     sizes = [os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")]
     for path in _LIMITS:
         # Without a limit, the file contains the text "max".
@@ -49,13 +49,14 @@ def room_of(ordinal: int) -> Room:
 def used_nbytes(ordinal: int) -> int:
     """Return the bytes in use: of GPU `ordinal` by all processes, or the resident memory of this process.
 
-    Return 0 if the driver does not answer: a figure in a report must not end a round.
+    Return 0 if the bytes cannot be read, for example because this process has no file descriptor left: a figure in a report
+    must not end a round.
     """
-    if ordinal < 0:
-        pages = Path("/proc/self/statm").read_text(encoding="ascii").split()[1]
-        return int(pages) * os.sysconf("SC_PAGE_SIZE")
     try:
+        if ordinal < 0:
+            pages = Path("/proc/self/statm").read_text(encoding="ascii").split()[1]
+            return int(pages) * os.sysconf("SC_PAGE_SIZE")
         free, total = Device(ordinal).memory()
-    except WindlassError:
+    except (OSError, WindlassError):
         return 0
     return total - free

@@ -630,7 +630,7 @@ class BatchClient(Closing):
         path: Callable[[float], str],
         body: Callable[[float], bytes | None],
         deadline: Deadline,
-        every_s: float = ASK_EVERY_S,
+        every_s: float | None = None,
     ) -> bytes:
         """Send a request until the controller answers it, and return the answer.
 
@@ -639,7 +639,7 @@ class BatchClient(Closing):
             path: function that returns the path for a number of seconds that the controller may wait.
             body: function that returns the content for this number of seconds.
             deadline: deadline, with the beginning of the error's text.
-            every_s: seconds after which the request is repeated.
+            every_s: seconds after which the request is repeated; None for `ASK_EVERY_S`.
 
         Raises:
             AuthenticationError, ConfigError, ProtocolError, StaleMessage: see `next_batch`.
@@ -647,7 +647,7 @@ class BatchClient(Closing):
         """
         pauses, last = BACKOFF.pauses(), "no answer"
         while left := deadline.remaining_s:
-            wait_s = min(left, every_s)
+            wait_s = min(left, ASK_EVERY_S if every_s is None else every_s)
             try:
                 reply = self._controller.ask(
                     method, path(wait_s), body(wait_s), deadline_s=wait_s + ANSWER_MARGIN_S

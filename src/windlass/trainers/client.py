@@ -48,7 +48,8 @@ class TrainerClient(Closing):
         job: identity of this start of the trainer ranks, the same on all ranks. If empty, the value of WINDLASS_JOB,
             or for a single rank a random identity.
         world_size: number of trainer ranks.
-        arena_nbytes, registered: see `Sender`.
+        arena_nbytes: see `Sender`.
+        registered: see `Sender`.
         replica: see `connect_trainer`.
         connect_deadline_s: seconds to wait until the controller accepts this rank.
         intercept: function that wraps the agent; tests use it to inject faults.

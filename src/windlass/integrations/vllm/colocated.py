@@ -183,7 +183,9 @@ class ColocatedSync:
         module: model that is trained, with FSDP2, tensor parallelism, both, or neither.
         engine: engine rank of this process.
         config: deadlines of updates. Its `mode` and `pause_mode` are not used.
-        name_map, stacked, allow_unused: see `connect_trainer`.
+        name_map: see `connect_trainer`.
+        stacked: see `connect_trainer`.
+        allow_unused: see `connect_trainer`.
         deadline_s: deadline in seconds for all ranks to join, and then for each version.
 
     Raises:
