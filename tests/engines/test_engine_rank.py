@@ -163,6 +163,27 @@ async def test_a_rank_keeps_its_name(rank: Rank) -> None:
     leave(rank)
 
 
+async def test_rank_without_weights_keeps_its_layout_under_a_new_name(
+    rank: Rank, tmp_path: Path
+) -> None:
+    """A framework frees the weights before the first join. A new capture would read them."""
+    async with windlass.Controller(token=TOKEN) as controller:
+        await asyncio.to_thread(rank.capture, controller.url, name="first")
+        rank.engine_rank.sleep.is_enabled = rank.engine_rank.sleep.is_lost = True
+        right, rank.checkpoint = rank.checkpoint, tmp_path / "other"
+        with pytest.raises(ConfigError, match="as before the engine slept"):
+            await asyncio.to_thread(rank.capture, controller.url, name="second")
+        rank.checkpoint = right
+        await asyncio.to_thread(rank.join, controller.url, name="second")
+        assert rank.num_captures == 1
+        assert rank.engine_rank.captured.manifest.worker == "second/0"
+        trainer = weights(9)
+        report = await asyncio.to_thread(publish, trainer, controller.url, 1)
+        assert report.engines == ("second",)
+        assert rank.holds(trainer)
+    leave(rank)
+
+
 def publish(trainer: torch.nn.ParameterDict, url: str, version: int) -> UpdateReport:
     with windlass.connect_trainer(trainer, controller=url, token=TOKEN) as client:
         return client.publish(version).result()

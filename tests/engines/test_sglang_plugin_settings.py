@@ -96,6 +96,16 @@ def test_ranks_on_other_hosts_read_the_token_from_a_file(monkeypatch: pytest.Mon
     assert not envs.environment_value(TOKEN_VARIABLE)
 
 
+def test_server_that_slept_without_a_layout_cannot_join(tmp_path: Path) -> None:
+    """The layout cannot be captured, here because the checkpoint is missing. SGLang frees the memory nevertheless."""
+    given = vars(settings("127.0.0.1")) | {"enable_memory_saver": True, "quantization": None}
+    model = {"model_path": str(tmp_path / "none"), "revision": None, "download_dir": None}
+    member = plugin.SglangMember(SimpleNamespace(**given, **model))
+    member.before_release()
+    with pytest.raises(ConfigError, match=r"memory was freed before the join, and .*none"):
+        member.join(JoinOrder(member.controller, "pull"))
+
+
 def test_a_plugin_without_a_token_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv(TOKEN_FILE_VARIABLE)
     for controller in ("wait", "http://127.0.0.1:8000"):

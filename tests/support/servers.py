@@ -290,7 +290,11 @@ class Layout:
 
 @dataclass(frozen=True)
 class Server:
-    """A running engine."""
+    """A running engine.
+
+    Attributes:
+        post_s: seconds within which the server must answer a request of `post` or `sample`.
+    """
 
     process: subprocess.Popen[str]
     url: str
@@ -298,6 +302,7 @@ class Server:
     layout: Layout
     model: Path
     adapter: Path | None = None
+    post_s: float = HTTP_S
 
     @property
     def http(self) -> EngineHttp:
@@ -310,7 +315,7 @@ class Server:
             json.dumps(body).encode(),
             {"Content-Type": "application/json", KEY_HEADER: saved_key(self.url), **headers},
         )
-        with urllib.request.urlopen(request, timeout=HTTP_S) as response:
+        with urllib.request.urlopen(request, timeout=self.post_s) as response:
             return json.loads(response.read())
 
     def join(self, controller: str, transport: str, name: str = "engine") -> None:

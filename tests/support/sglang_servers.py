@@ -27,7 +27,7 @@ from windlass.net.addresses import free_port
 
 PROMPT = [5, 9, 33, 101]
 NUM_TOKENS = 8
-START_S = 240.0
+START_S = 480.0
 JOIN_S = 120.0
 ANSWER_S = 480.0
 """Seconds within which a server must answer an order to join; it joins before it answers."""

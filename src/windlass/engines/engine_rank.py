@@ -11,6 +11,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Protocol, final
 
 import msgspec
@@ -281,7 +282,8 @@ class EngineRank:
             settings: settings of the join. `name`, `url`, `checkpoint` and `world_size` must not change after the
                 first join.
             rank: rank of this process.
-            capture: function that captures the layout; called unless an earlier capture can be reused.
+            capture: function that captures the layout; called unless an earlier capture can be reused. While the weights
+                are lost, an earlier capture is reused under the new name.
             api: function that creates the `EngineApi`; called on rank 0 after each capture. None if the trainer
                 pauses the engine; see `Hello.comes_to_rest`.
 
@@ -300,7 +302,7 @@ class EngineRank:
             not self._has_joined and _identity(self.settings) != _identity(settings)
         ):
             begun = time.perf_counter()
-            captured = capture()
+            captured = self._renamed(settings, rank) if self.sleep.is_empty else capture()
             own_api = api() if api and rank == 0 else None
             hooks = RankHooks(captured, self.gate, own_api, looks=self._looks, sleep=self.sleep)
             self._first = settings, captured, hooks
@@ -309,6 +311,21 @@ class EngineRank:
         self._require_same(settings)
         found = msgspec.convert(self.captured, CapturedLayout, from_attributes=True)
         return msgspec.structs.replace(found, seconds=seconds)
+
+    def _renamed(self, settings: AgentSettings, rank: int) -> Captured:
+        """Return the captured layout under the name in `settings`. A new capture would need the weights, which are lost.
+
+        Raises:
+            ConfigError: `checkpoint` or `world_size` has changed.
+        """
+        was = self.settings
+        if (was.checkpoint, was.world_size) != (settings.checkpoint, settings.world_size):
+            raise ConfigError(
+                f"join: (checkpoint, ranks) must be {(was.checkpoint, was.world_size)} as before the engine slept, got "
+                f"{(settings.checkpoint, settings.world_size)}"
+            )
+        manifest = replace(self.captured.manifest, worker=f"{settings.name}/{rank}")
+        return replace(self.captured, manifest=manifest)
 
     def join(self, settings: AgentSettings, rank: int, token: str) -> None:
         """Leave the previous fleet, register the captured memory, and join a new fleet.

@@ -296,10 +296,15 @@ def join_fleet(send: SendStep, settings: AgentSettings, secrets: Secrets) -> Non
         PeerUnreachable: a rank failed (the message has the rank's reason), or the server did not pass an order on.
         PeerTimeout: a rank or the server did not answer in time.
     """
+    capture_layouts(send, settings, secrets)
+    order_step(send, RankStep.JOIN, settings, secrets)
+
+
+def capture_layouts(send: SendStep, settings: AgentSettings, secrets: Secrets) -> None:
+    """Order the ranks to capture their layouts, and check the layouts. Raises as `join_fleet` does."""
     captured = order_step(send, RankStep.CAPTURE, settings, secrets)
     ranks = [msgspec.json.decode(each, type=CapturedLayout) for each in captured]
     check_layouts(settings.name, ranks)
-    order_step(send, RankStep.JOIN, settings, secrets)
 
 
 def order_step(

@@ -33,14 +33,15 @@ class JoinedServers:
 
     Args:
         urls: URLs of the servers.
+        transport: transport through which the servers receive weights; see `JoinOrder`.
 
     Raises:
         ConfigError: neither WINDLASS_TOKEN nor WINDLASS_TOKEN_FILE is set, or a URL is invalid.
         PeerUnreachable: this host has no route to the servers.
     """
 
-    def __init__(self, urls: Sequence[str]) -> None:
-        self._token, self.urls = control_token(), urls
+    def __init__(self, urls: Sequence[str], transport: str = "auto") -> None:
+        self._token, self.urls, self._transport = control_token(), urls, transport
         self.hosted = HostedController(urls)
 
     def join(self, deadline_s: float) -> None:
@@ -88,7 +89,9 @@ class JoinedServers:
 
         def ask(url: str) -> None:
             http = EngineHttp(url, api_key=self._token)
-            order = JoinOrder(address.url, token=address.token, name=server_name(url))
+            order = JoinOrder(
+                address.url, self._transport, token=address.token, name=server_name(url)
+            )
             try:
                 if is_probed:
                     with suppress(NoSuchRoute):

@@ -3,10 +3,15 @@
     train.py ... --custom-megatron-init-path windlass.integrations.slime.install
 
 slime (read at its commit 624b824a8) has no option for a custom weight updater, so `install` replaces slime's class
-`UpdateWeightFromDistributed` (`update_weight/update_weight_from_distributed.py`) by `WeightUpdater`. slime calls
-`install` in every Megatron rank (`backends/megatron_utils/initialize.py`) before its actor creates the weight updater
-(`backends/megatron_utils/actor.py`). No rank gathers or converts tensors, and all servers switch to a version together.
-The servers are unmodified SGLang servers, with Windlass installed and WINDLASS_CONTROLLER=wait.
+`UpdateWeightFromDistributed` (`update_weight/update_weight_from_distributed.py`), and its class for `--colocate`, by
+`WeightUpdater`. slime calls `install` in every Megatron rank (`backends/megatron_utils/initialize.py`) before its actor
+creates the weight updater (`backends/megatron_utils/actor.py`). No rank gathers or converts tensors, and all servers
+switch to a version together. The servers are unmodified SGLang servers, with Windlass installed and
+WINDLASS_CONTROLLER=wait.
+
+With `--colocate`, slime makes the servers free their memory right after their start and after each rollout. Before an
+update it wakes their weights, and after it their caches. torch_memory_saver has then freed the trainer's GPU memory
+(`--offload-train`), so each rank publishes the copies that slime keeps of its weights in host memory.
 """
 
 from __future__ import annotations
@@ -14,13 +19,14 @@ from __future__ import annotations
 import importlib
 import logging
 from argparse import Namespace
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol, final
 
 import msgspec
 
-from windlass.errors import ConfigError, ProtocolError
+from windlass.errors import ConfigError, PlanError, ProtocolError
 from windlass.integrations.hosted import HostAddress, TrainerRanks
 from windlass.integrations.joined import JoinedServers
 from windlass.net.access import Access
@@ -45,11 +51,9 @@ def install(args: Namespace) -> None:
         args: slime's arguments.
 
     Raises:
-        ConfigError: an option of slime moves weights out of this rank's memory, or selects another way to send weights.
+        ConfigError: an option of slime selects another way to send weights.
     """
     for option, allowed in (
-        ("colocate", False),
-        ("offload_train", False),
         ("update_weight_mode", "full"),
         ("update_weight_transport", "nccl"),
     ):
@@ -58,7 +62,8 @@ def install(args: Namespace) -> None:
             raise ConfigError(
                 f"--{option.replace('_', '-')} must be {allowed} with Windlass, got {given}"
             )
-    vars(importlib.import_module(_ACTOR))["UpdateWeightFromDistributed"] = WeightUpdater
+    actor = vars(importlib.import_module(_ACTOR))
+    actor["UpdateWeightFromDistributed"] = actor["UpdateWeightFromTensor"] = WeightUpdater
 
 
 class _HfConfig(msgspec.Struct, frozen=True):
@@ -85,13 +90,16 @@ class WeightUpdater:
     All methods are collective: every rank creates an updater and calls the same methods in the same order. Rank 0 hosts
     the controller, which pauses and resumes the servers for each update. slime's `pause_generation` is not called.
 
-    Memory: the trainer reads shards and writes engines' weights only during `update_weights`.
+    Memory: weights are read only during `update_weights`. With `--offload-train` the model's memory has no pages then, and
+    slime's copies in host memory are published (`HostCopies`). A trainer with a critic and without `--colocate` is awake in
+    updates, and slime calls `disconnect_rollout_engines` before it frees the model's memory again.
 
     Args:
         args: slime's arguments. `hf_checkpoint` is a folder with the model's config.json, and `vocab_size` is the
             checkpoint's vocabulary size.
         model: model chunks of this rank.
-        weights_getter, model_name, quantization_config: arguments of slime's own updaters; not used.
+        weights_getter: function that returns slime's copies of the actor's weights in host memory, by slime's names.
+        model_name, quantization_config: arguments of slime's own updaters; not used.
 
     Attributes:
         weight_version: version of the last update. slime's actor sets this attribute before the first update.
@@ -104,13 +112,17 @@ class WeightUpdater:
         self,
         args: Namespace,
         model: Sequence[torch.nn.Module],
-        weights_getter: Callable[[], Mapping[str, torch.Tensor]],  # noqa: ARG002
+        weights_getter: Callable[[], Mapping[str, torch.Tensor]],
         *,
         model_name: str,  # noqa: ARG002
         quantization_config: Mapping[str, object] | None,  # noqa: ARG002
     ) -> None:
         self.weight_version = 0
         self._args, self._model = args, model
+        # An engine that sleeps reads by itself.
+        self._transport = "pull" if args.offload_rollout else "auto"
+        is_awake = not args.offload_train or (args.use_critic and not args.colocate)
+        self._copies = None if is_awake else HostCopies(model, weights_getter)
         self._family = _model_type(Path(args.hf_checkpoint))
         self._ranks = TrainerRanks.of_process()
         self._num_connected = 0
@@ -143,10 +155,14 @@ class WeightUpdater:
             PeerTimeout: a server or a rank has not joined within `DEADLINE_S`.
         """
         self._num_connected += 1
+        if self._copies is not None:
+            # slime has not left the region of torch_memory_saver here. It has in `update_weights`.
+            with self._copies.outside_saver():
+                self._copies.load()
 
         def host() -> HostAddress:
             if self._fleet is None:
-                self._fleet = JoinedServers(_urls_of(rollout_engines))
+                self._fleet = JoinedServers(_urls_of(rollout_engines), self._transport)
             return self._fleet.hosted.address(Access.TRAINER)
 
         def join() -> None:
@@ -162,14 +178,23 @@ class WeightUpdater:
             return
         from windlass.trainers.megatron import connect_megatron_trainer
 
+        args = self._args
         self._trainer = connect_megatron_trainer(
             self._model,
             family=self._family,
-            vocab_size=self._args.vocab_size,
+            vocab_size=args.vocab_size,
             controller=address.url,
             token=address.token,
+            transport=self._transport,
+            copy_of=None if self._copies is None else self._copies.copy_of,
             connect_deadline_s=DEADLINE_S,
         )
+
+    def disconnect_rollout_engines(self) -> None:
+        """Leave the fleet until `connect_rollout_engines` is called, because slime will free this rank's memory. Idempotent."""
+        if self._trainer is not None:
+            self._trainer.close()
+            self._trainer = None
 
     def update_weights(self) -> None:
         """Publish the current weights to every server as version `weight_version + 1`. Collective; blocks.
@@ -186,7 +211,9 @@ class WeightUpdater:
         """
         if self._trainer is None:
             raise ProtocolError("update_weights: connect_rollout_engines must be called first")
-        report = self._trainer.publish(self.weight_version + 1, deadline_s=DEADLINE_S).result()
+        copies = nullcontext() if self._copies is None else self._copies.loaded()
+        with copies:
+            report = self._trainer.publish(self.weight_version + 1, deadline_s=DEADLINE_S).result()
         self.weight_version += 1
         for name, reason in report.left_out.items():
             _log.warning("server %s does not serve version %s: %s", name, report.version, reason)
@@ -207,6 +234,91 @@ class WeightUpdater:
             self._trainer.close()
         if self._fleet is not None:
             self._fleet.close()
+
+
+@final
+class HostCopies:
+    """slime's copies of the actor's weights in host memory, which this rank publishes while its model has no memory.
+
+    The rank's engines read GPU memory. So on a GPU, the copies are copied back to it for each update, outside the memory
+    of torch_memory_saver. On a CPU, they are published as they are.
+
+    slime's names of experts and layers differ from the model's. But its copies are in the order of the model's parameters,
+    followed by the buffers whose names contain `expert_bias`, for each chunk.
+
+    Args:
+        model: model chunks of this rank.
+        getter: function that returns the copies by slime's names.
+    """
+
+    def __init__(
+        self,
+        model: Sequence[torch.nn.Module],
+        getter: Callable[[], Mapping[str, torch.Tensor]],
+    ) -> None:
+        self._getter = getter
+        self._tensors = [
+            tensor
+            for chunk in model
+            for tensor in (
+                *chunk.parameters(),
+                *(buffer for name, buffer in chunk.named_buffers() if "expert_bias" in name),
+            )
+        ]
+        # `id` of a tensor of the model -> copy on the tensor's device.
+        self._loaded: dict[int, torch.Tensor] = {}
+
+    @contextmanager
+    def loaded(self) -> Iterator[None]:
+        """Load the copies, if they are not loaded, and free their GPU memory at the end of the block."""
+        try:
+            self.load()
+            yield
+        finally:
+            self._loaded = {}
+            if self._is_on_gpu:
+                import torch
+
+                torch.cuda.empty_cache()
+
+    def load(self) -> None:
+        """Copy the copies to the model's device, unless they are there already.
+
+        Raises:
+            PlanError: slime has not copied every tensor.
+        """
+        copies = [*self._getter().values()]
+        if len(copies) != len(self._tensors):
+            raise PlanError(
+                f"weights_getter: must return one copy of each of {len(self._tensors)} tensors, got {len(copies)}"
+            )
+        if not self._loaded:
+            pairs = zip(self._tensors, copies, strict=True)
+            self._loaded = {id(tensor): copy.to(tensor.device) for tensor, copy in pairs}
+
+    def copy_of(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Return the copy of a tensor of the model.
+
+        Raises:
+            PlanError: no update runs, so the copy is not on the GPU.
+        """
+        found = self._loaded.get(id(tensor))
+        if found is None:
+            raise PlanError("copies of weights must be loaded, got a call while no update runs")
+        return found
+
+    def outside_saver(self) -> AbstractContextManager[None]:
+        """Return a context in which torch_memory_saver does not manage new GPU memory, which it could not export."""
+        if not self._is_on_gpu:
+            return nullcontext()
+        disabled: AbstractContextManager[None] = importlib.import_module(
+            "torch_memory_saver"
+        ).torch_memory_saver.disable()
+        return disabled
+
+    @property
+    def _is_on_gpu(self) -> bool:
+        return any(tensor.is_cuda for tensor in self._tensors)
 
 
 def _model_type(checkpoint: Path) -> str:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -24,7 +24,7 @@ from megatron.core.distributed import (
 from megatron.core.transformer.multi_token_prediction import MultiTokenPredictionLayer
 
 from windlass.config import ReplicaPlace
-from windlass.errors import ConfigError, ManifestError, UnsupportedLayout
+from windlass.errors import ConfigError, ManifestError, PlanError, UnsupportedLayout
 from windlass.layout.box import Box
 from windlass.layout.manifest import ManifestBuilder, Role
 from windlass.layout.naming.place import Coords, Geometry, Placed, PlacedShard, place
@@ -58,6 +58,7 @@ def connect_megatron_trainer(
     transport: str | TransportConfig = "auto",
     arena_nbytes: int = 0,
     use_main_params: bool = False,
+    copy_of: Callable[[torch.Tensor], torch.Tensor] | None = None,
     ignore: Sequence[str] = (),
     group: str = "trainer",
     replica: ReplicaPlace = ReplicaPlace.OFF,
@@ -82,6 +83,9 @@ def connect_megatron_trainer(
         transport: name or configuration; see `connect_trainer`.
         arena_nbytes: see `connect_trainer`.
         use_main_params: True to publish the optimizer's fp32 copies, False to publish the bf16 parameters.
+        copy_of: function from a parameter or buffer of the model to the tensor that is published in its place, of the
+            same shape and dtype. For a model that has no memory while it is published, such as with torch_memory_saver.
+            The copies must be whole: `publish` then does not call `make_whole`.
         ignore: prefixes of the names of parameters to leave out (`mtp.`).
         group: name of the trainer job.
         replica: see `connect_trainer`.
@@ -102,6 +106,7 @@ def connect_megatron_trainer(
         exporter=exporter,
         group=group,
         use_main_params=use_main_params,
+        copy_of=copy_of,
         ignore=ignore,
         exporter_deadline_s=connect_deadline_s,
     )
@@ -126,6 +131,7 @@ def describe_megatron_trainer(
     exporter: Exporter | None = None,
     group: str = "trainer",
     use_main_params: bool = False,
+    copy_of: Callable[[torch.Tensor], torch.Tensor] | None = None,
     ignore: Sequence[str] = (),
     exporter_deadline_s: float = 60.0,
 ) -> TrainerWeights:
@@ -134,7 +140,8 @@ def describe_megatron_trainer(
     For arguments see `connect_megatron_trainer`.
 
     Raises:
-        ConfigError: neither `family` nor `exporter` is given.
+        ConfigError: neither `family` nor `exporter` is given, or `copy_of` is given with `use_main_params`.
+        PlanError: `copy_of` returned a tensor of another shape or dtype.
         UnsupportedLayout: the naming table has no rule for a parameter; no table describes the model's attention or
             MLP; the exporter computes values or leaves out a parameter, and there is no table; with `use_main_params`,
             the distributed optimizer keeps the fp32 copies as flat ranges; parameters are in fp8; or a wrapper shards
@@ -144,15 +151,19 @@ def describe_megatron_trainer(
     """
     chunks = _chunks_of(model)
     _refuse_wrappers(chunks)
+    if copy_of is not None and use_main_params:
+        raise ConfigError(
+            "copy_of: must be given without use_main_params, whose copies have memory"
+        )
     tied = bool(_unwrap(chunks[0]).share_embeddings_and_output_weights)
     builder = ManifestBuilder(f"{group}/{dist.get_rank()}", Role.TRAINER)
     holds_embedding = False
 
     def walk() -> list[HeldTensor]:
-        return [
-            HeldTensor(name, name, tensor, by_fsdp=False)
-            for name, tensor in _held(chunks, use_main_params, tuple(ignore))
-        ]
+        held = _held(chunks, use_main_params, tuple(ignore))
+        if copy_of is not None:
+            held = ((name, _copy(name, tensor, copy_of)) for name, tensor in held)
+        return [HeldTensor(name, name, tensor, by_fsdp=False) for name, tensor in held]
 
     held_here = walk()
     for held in held_here:
@@ -173,8 +184,21 @@ def describe_megatron_trainer(
         read=tensors.read,
         watch=tensors.watch,
         changed=tensors.changed,
-        make_whole=lambda: make_whole(chunks),
+        make_whole=(lambda: make_whole(chunks)) if copy_of is None else None,
     )
+
+
+def _copy(
+    name: str, tensor: torch.Tensor, copy_of: Callable[[torch.Tensor], torch.Tensor]
+) -> torch.Tensor:
+    """Return the tensor that is published in place of `tensor`; raise PlanError if its shape or dtype differs."""
+    found = copy_of(tensor)
+    if (found.shape, found.dtype) != (tensor.shape, tensor.dtype):
+        raise PlanError(
+            f"copy_of: {name!r} must be {tensor.dtype} of shape {tuple(tensor.shape)}, got {found.dtype} of shape "
+            f"{tuple(found.shape)}"
+        )
+    return found
 
 
 def _under_one_name(placed: Placed) -> Placed:

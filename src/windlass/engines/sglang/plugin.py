@@ -31,15 +31,21 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any, final
 
+from windlass.config import PauseMode
 from windlass.engines.join_route import JoinOrder, JoinRoute
 from windlass.engines.member import WAIT, Member, keep_key
 from windlass.engines.options import refuse_settings
-from windlass.engines.private_routes import App, PrivateRoutes
+from windlass.engines.private_routes import App, Message, PrivateRoutes, Receive, Send, route_path
 from windlass.engines.quantised import require_followed
-from windlass.engines.rank_reports import OTHER_NODES_VARIABLE, Secrets, join_fleet
+from windlass.engines.rank_reports import (
+    OTHER_NODES_VARIABLE,
+    Secrets,
+    capture_layouts,
+    join_fleet,
+)
 from windlass.engines.report_route import ReportRoute
 from windlass.engines.sglang.orders import HOOK
-from windlass.engines.sglang.sleep import report_refusals
+from windlass.engines.sglang.sleep import RELEASE, report_refusals
 from windlass.engines.sglang.spec import (
     ORIGINAL,
     RELEASES,
@@ -60,7 +66,8 @@ from windlass.envs import (
     environment_value,
     set_values,
 )
-from windlass.errors import ConfigError
+from windlass.errors import ConfigError, WindlassError
+from windlass.net.addresses import url_of
 from windlass.net.clock import Backoff
 
 ALIVE = "/health_generate"
@@ -325,6 +332,25 @@ def refuse_ignored(manager_class: Any) -> None:
     manager_class.generate_request = generate_request
 
 
+@final
+class CaptureBeforeSleep:
+    """ASGI middleware that calls `capture` before each request to free memory.
+
+    Args:
+        app: application of the server.
+        capture: blocking function.
+    """
+
+    def __init__(self, app: App, capture: Callable[[], None]) -> None:
+        self._app, self._capture = app, capture
+
+    async def __call__(self, scope: Message, receive: Receive, send: Send) -> None:
+        """Serve one request."""
+        if scope["type"] == "http" and route_path(scope) == RELEASE:
+            await asyncio.to_thread(self._capture)
+        await self._app(scope, receive, send)
+
+
 def _stand_in_front(http_server: ModuleType, member: SglangMember, token: str) -> None:
     """Wrap SGLang's ASGI application in Windlass's middleware, outside all middleware that SGLang adds later.
 
@@ -337,7 +363,8 @@ def _stand_in_front(http_server: ModuleType, member: SglangMember, token: str) -
     build: Callable[[], Any] = app.build_middleware_stack
 
     def build_behind() -> Any:
-        behind: App = PrivateRoutes(build(), member.key, alive=ALIVE)
+        behind: App = CaptureBeforeSleep(build(), member.before_release)
+        behind = PrivateRoutes(behind, member.key, alive=ALIVE)
         if token:
             behind = ReportRoute(behind, token)
         return JoinRoute(behind, member.token, member.key, member.join)
@@ -377,6 +404,9 @@ class SglangMember(Member):
 
     def __init__(self, settings: Any) -> None:
         self._settings = settings
+        # Whether the ranks have captured their layouts, and the reason if they could not before their memory was freed.
+        self._is_captured, self._refusal = False, ""
+        self._has_slept = False
         port = settings.port
         super().__init__(
             settings.host,
@@ -398,6 +428,50 @@ class SglangMember(Member):
         os._exit(2)
 
     def _have_ranks_join(self, order: JoinOrder) -> None:
+        if self._refusal:
+            raise ConfigError(f"the memory was freed before the join, and {self._refusal}")
+        settings, secrets = self._steps(order)
+        if self._has_slept:
+            # Requests that wait for the weights hold a lock of SGLang, which orders need unless generation is paused. The
+            # end of the first round resumes it.
+            secrets.server(settings.url).post(
+                "/pause_generation", {"mode": str(PauseMode.IN_PLACE)}, settings.join_deadline_s
+            )
+        join_fleet(send_step, settings, secrets)
+        self._is_captured = True
+
+    def before_release(self) -> None:
+        """Have the ranks capture their layouts before their memory is freed for the first time. Blocks, and waits for a join.
+
+        A capture needs the weights that the server was started with, and only ranks with a layout keep the scheduler
+        paused while the weights are lost. If the capture fails, the server frees its memory as SGLang does by itself, and
+        cannot join later.
+        """
+        with self._is_joining:
+            if not self._settings.enable_memory_saver:
+                return
+            self._has_slept = True
+            if self._is_captured or self._refusal:
+                return
+            here = url_of("127.0.0.1", self._port)
+            try:
+                order = JoinOrder(
+                    here, self._transport, name=self.name_for(here), url=self.url_for(here)
+                )
+                capture_layouts(send_step, *self._steps(order))
+                self._is_captured = True
+            except WindlassError as error:
+                self._refusal = f"{type(error).__name__}: {error}"
+                _log.warning(
+                    "this server cannot join a fleet after it has slept: %s", self._refusal
+                )
+
+    def _steps(self, order: JoinOrder) -> tuple[AgentSettings, Secrets]:
+        """Return the settings and the secrets with which the ranks carry out an order.
+
+        Raises:
+            ConfigError: see `_have_ranks_join`.
+        """
         given = self._settings
         if given.enable_memory_saver:
             require_pull(order.transport)
@@ -419,4 +493,4 @@ class SglangMember(Member):
             join_deadline_s=order.deadline_s or join_deadline_s(checkpoint),
         )
         keys = self.key, given.api_key or "", given.admin_api_key or ""
-        join_fleet(send_step, settings, Secrets(order.token or self.token, *keys))
+        return settings, Secrets(order.token or self.token, *keys)
