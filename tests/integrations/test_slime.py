@@ -111,17 +111,33 @@ class Colocated:
     def ask(self) -> Future[Sample]:
         return self.asking.submit(self.server.sample, PROMPT, NUM_TOKENS)
 
-    def turn(self, ranks: Ranks, version: int, *, has_new_engines: bool = False) -> None:
-        """Let slime train a step and update the weights while the server sleeps, and check what the server serves."""
+    def turn(
+        self,
+        ranks: Ranks,
+        version: int,
+        *,
+        has_new_engines: bool = False,
+        is_asleep: bool = True,
+    ) -> None:
+        """Let slime train a step and update the weights, and check what the server serves.
+
+        Args:
+            ranks: the trainer's ranks.
+            version: number of the update.
+            has_new_engines: whether the server joins with this update.
+            is_asleep: whether the server sleeps. If not, it has memory, but its weights may be mixed.
+        """
         checkpoint, waiting = self.folder / str(version), self.ask()
         order = Order(self.server.url, "train", version, str(checkpoint))
         ranks.publish(order)
-        self.call("/resume_memory_occupation", WAKES_WEIGHTS)
+        if is_asleep:
+            self.call("/resume_memory_occupation", WAKES_WEIGHTS)
         self.must_wait(waiting)
         words = "update new" if has_new_engines else "update"
         ranks.publish(msgspec.structs.replace(order, transport=words))
-        self.must_wait(waiting)
-        self.call("/resume_memory_occupation", WAKES_CACHES)
+        if is_asleep:
+            self.must_wait(waiting)
+            self.call("/resume_memory_occupation", WAKES_CACHES)
         assert waiting.result(WAITING_S).versions == [version] * NUM_TOKENS
         assert self.server.digests() == self.server.digests_of_fresh_load(checkpoint)
         check_answer(self.server, checkpoint, version)
@@ -182,7 +198,7 @@ def test_colocated_servers_and_trainers_take_turns(
         given = {**COLOCATE, "update_weight_start_version": 50}
         monkeypatch.setenv("SLIME_ARGS", json.dumps(given))
         with started(save("dense", 1, tmp_path / "new")) as ranks:
-            turns.turn(ranks, 51, has_new_engines=True)
+            turns.turn(ranks, 51, has_new_engines=True, is_asleep=False)
         assert waiting.result(WAITING_S).versions == [51] * NUM_TOKENS
 
 
