@@ -80,6 +80,7 @@ RUN: Mapping[str, str] = {
     r"python -m sglang.launch_server .* --nnodes 2 .*": "tests/integrations/test_sglang_hosts.py::test_one_server_over_two_hosts_is_updated_by_a_trainer_on_both",
     r"curl http://ENGINE:30000/windlass/join .*": SGLANG,
     r"train_async.py .*": "tests/integrations/test_slime.py::test_megatron_ranks_update_servers_through_slimes_interface",
+    r"train.py .* --colocate .*": "tests/integrations/test_slime.py::test_colocated_servers_and_trainers_take_turns",
 }
 """Pattern of a command -> the test (or the file and words in it) that runs it, or runs it with
 other addresses."""
