@@ -18,13 +18,14 @@ def write_tiny_chat_model(
     conversations: Callable[[int], Sequence[Sequence[Message]]],
     num_steps: int = 200,
 ) -> None:
-    """Train a tiny model on the assistant's messages of conversations, and write it with its tokenizer.
+    """Train a tiny model on the assistant's messages of conversations, and write it with its tokenizer. Print the progress.
 
     Args:
         folder: folder of the checkpoint.
         conversations: returns the batch of a training step; the number of the step is its argument.
         num_steps: number of training steps.
     """
+    print("importing torch and transformers", flush=True)
     import tokenizers
     import torch
     import transformers
@@ -90,4 +91,6 @@ def write_tiny_chat_model(
         loss.backward()
         optimizer.step()
         rates.step()
+        if step % 10 == 0:
+            print(f"step {step} of {num_steps}: loss {loss.item():.3f}", flush=True)
     model.save_pretrained(folder)
