@@ -384,9 +384,7 @@ class Lifecycle:
         The rollout fails if an engine refused the request, after `max_attempts` failures, or after
         `max_same_errors` equal exceptions in a row.
         """
-        record.failures += 1
-        record.last_error = reason
-        self.newest_failure = f"rollout {record.task_id}: {reason}"
+        self._count_failure(record, reason)
         raised, num_raised = record.raised
         # Compare the text after the prefix "worker NAME: ", because the attempts may run at several workers.
         text = reason.partition(": ")[2] if kind is ErrorKind.RAISED else ""
@@ -402,16 +400,8 @@ class Lifecycle:
         record.avoid_engine = record.engine
         if self._config.carry_partial and partial.output_ids:
             record.partial = partial
-        if record.failures >= self._config.max_attempts:
-            self._fail(
-                record,
-                RolloutError(
-                    f"rollout {record.task_id}: failed {record.failures} times "
-                    f"(max_attempts={self._config.max_attempts}), last: {reason}"
-                ),
-            )
+        if self._failed_too_often(record):
             return
-        self.table.counts.retried += 1
         # No attempt runs during the backoff, so no tokens become old.
         record.oldest_version = None
         self.journal.attempted(record)
@@ -442,19 +432,29 @@ class Lifecycle:
             if record.state is not State.BUFFERED:
                 continue
             self._policy.discard()
-            record.failures += 1
-            record.last_error = f"its tensors are lost: {reason}"
-            self.newest_failure = f"rollout {record.task_id}: {record.last_error}"
+            self._count_failure(record, f"its tensors are lost: {reason}")
             self.table.ready.pop(record.group.group_id, None)
-            if record.failures < self._config.max_attempts:
-                self.table.counts.retried += 1
+            if not self._failed_too_often(record):
                 self._resubmit(record)
-                continue
-            times = f"failed {record.failures} times (max_attempts={self._config.max_attempts})"
-            self._fail(
-                record,
-                RolloutError(f"rollout {record.task_id}: {times}, last: {record.last_error}"),
-            )
+
+    def _count_failure(self, record: Record, reason: str) -> None:
+        record.failures += 1
+        record.last_error = reason
+        self.newest_failure = f"rollout {record.task_id}: {reason}"
+
+    def _failed_too_often(self, record: Record) -> bool:
+        """Fail a rollout that has failed `max_attempts` times and return True, or count a retry and return False."""
+        if record.failures < self._config.max_attempts:
+            self.table.counts.retried += 1
+            return False
+        self._fail(
+            record,
+            RolloutError(
+                f"rollout {record.task_id}: failed {record.failures} times "
+                f"(max_attempts={self._config.max_attempts}), last: {record.last_error}"
+            ),
+        )
+        return True
 
     def _fail_for_good(self, record: Record, reason: str) -> None:
         """Fail a rollout because further attempts would fail in the same way."""
