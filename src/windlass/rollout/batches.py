@@ -42,6 +42,7 @@ from windlass.rollout.fetch import (
     Confirmed,
     Fetch,
     RankTensors,
+    ShardRequest,
     WriteWith,
     held_in,
     write_tensors,
@@ -448,7 +449,7 @@ class BatchQueue:
             asked = FETCHES.decode(await request.read())
         except ProtocolError as error:
             raise web.HTTPBadRequest(text=str(error)) from error
-        known = held_in(self._shard(asked.step, asked.rank, asked.world_size))
+        known = held_in(self._shard(asked))
         # The address by which the rank reaches the controller also reaches the controller's transport.
         self.store.towards = str(request.url.origin())
         done = await write_tensors(known, asked, self.store, self._write)
@@ -461,7 +462,7 @@ class BatchQueue:
         except ProtocolError as error:
             raise web.HTTPBadRequest(text=str(error)) from error
         confirmations = self._confirmations.get(asked.step)
-        known = held_in(self._shard(asked.step, asked.rank, asked.world_size))
+        known = held_in(self._shard(asked))
         # The batch was put again since the rank got it.
         if confirmations is None or known.keys() != {*asked.keys}:
             return web.Response(body=encode(Confirmed(usable=False)), content_type=CONTENT_TYPE)
@@ -487,9 +488,9 @@ class BatchQueue:
         answer = Confirmed(usable=not confirmations.lost)
         return web.Response(body=encode(answer), content_type=CONTENT_TYPE)
 
-    def _shard(self, step: int, rank: int, world_size: int) -> list[TrainingSample]:
+    def _shard(self, asked: ShardRequest) -> list[TrainingSample]:
         """Return the samples of a rank's shard; empty if the queue does not have the batch."""
-        groups = self._batches.get(step, ())[rank::world_size]
+        groups = self._batches.get(asked.step, ())[asked.rank :: asked.world_size]
         return [sample for group in groups for sample in group]
 
 

@@ -46,17 +46,17 @@ _Count = Annotated[int, msgspec.Meta(ge=0, lt=1 << 53)]
 _Seconds = Annotated[float, msgspec.Meta(gt=0)]
 
 
-class Fetch(msgspec.Struct, frozen=True):
-    """Request of a trainer rank for the tensors of its shard.
-
-    Attributes:
-        step, rank, world_size: as in `BatchClient.next_batch`.
-        keys, offsets, to, deadline_s: as in `WriteTensors`.
-    """
+class ShardRequest(msgspec.Struct, frozen=True):
+    """Request of a trainer rank about its shard of a batch. For the attributes see `BatchClient.next_batch`."""
 
     step: _Count
     rank: _Count
     world_size: Annotated[int, msgspec.Meta(ge=1)]
+
+
+class Fetch(ShardRequest, frozen=True):
+    """Request for the tensors of the shard. For the attributes see `WriteTensors`."""
+
     keys: tuple[str, ...]
     offsets: tuple[_Count, ...]
     to: Destination
@@ -66,17 +66,15 @@ class Fetch(msgspec.Struct, frozen=True):
         check_places(self.keys, self.offsets)
 
 
-class Confirm(msgspec.Struct, frozen=True):
+class Confirm(ShardRequest, frozen=True):
     """Report of a trainer rank that it has the tensors of its shard.
 
     Attributes:
         keys: keys of the tensors of the shard.
         lost: keys of those tensors that no process holds any more.
+        deadline_s: seconds that the controller may wait for other ranks.
     """
 
-    step: _Count
-    rank: _Count
-    world_size: Annotated[int, msgspec.Meta(ge=1)]
     keys: tuple[str, ...]
     lost: tuple[str, ...]
     deadline_s: _Seconds
@@ -213,25 +211,25 @@ class RankTensors(Closing):
             TransportUnavailable: the transport cannot be started, or there is too little memory.
         """
         found = [
-            tensor
+            (tensor.held, tensor.nbytes)
             for sample in batch.samples
             for tensor in sample.tensors.values()
             if tensor.held is not None
         ]
         if not found:
             return batch, ()
-        offsets, nbytes = aligned_offsets(tensor.nbytes for tensor in found)
+        offsets, nbytes = aligned_offsets(size for _, size in found)
         transport = self._started()
         arena = self._arena(transport, nbytes)
-        keys = tuple(tensor.held.key for tensor in found if tensor.held is not None)
+        keys = tuple(held.key for held, _ in found)
         try:
             answer = ask(keys, offsets, destination_of(transport, arena.region))
         except BaseException:
-            # Holders may still write.
-            self._abandon(arena)
+            # Never use this memory again: holders may still write.
+            keep_mapped(arena)
             raise
         if answer.error:
-            self._abandon(arena)
+            keep_mapped(arena)
             raise TransferFailed(f"tensors of step {batch.step}: {answer.error}")
         if answer.missing:
             # All writes that were sent have ended.
@@ -241,14 +239,9 @@ class RankTensors(Closing):
         self._arenas.append((arena, weakref.ref(owner)))
         whole = memoryview(owner)
         views = {
-            key: whole[at : at + tensor.nbytes]
-            for key, at, tensor in zip(keys, offsets, found, strict=True)
+            held.key: whole[at : at + size] for (held, size), at in zip(found, offsets, strict=True)
         }
-        wrong = tuple(
-            tensor.held.key
-            for tensor in found
-            if tensor.held is not None and not _has_digest(tensor, views[tensor.held.key])
-        )
+        wrong = tuple(held.key for held, _ in found if not _has_digest(held, views[held.key]))
         if wrong:
             return batch, wrong
         samples = [_with_elements(sample, views) for sample in batch.samples]
@@ -273,10 +266,6 @@ class RankTensors(Closing):
         self._arenas += [(arena, _nothing) for arena in kept]
         return Arena(transport, max(nbytes, 1)) if chosen is None else chosen
 
-    def _abandon(self, arena: Arena) -> None:
-        """Never use an arena again, because bytes may still arrive in it."""
-        keep_mapped(arena)
-
     def close(self) -> None:
         """Free the memory of batches that are not in use, and close the transport. Idempotent.
 
@@ -298,16 +287,15 @@ class RankTensors(Closing):
         transport.close()
 
 
-def _has_digest(tensor: SampleTensor, elements: memoryview) -> bool:
+def _has_digest(held: HeldTensor, elements: memoryview) -> bool:
     """Return whether elements have the digest of a held tensor; log an error if not."""
     digest = digest_of(elements)
-    if tensor.held is None or digest == tensor.held.digest:
-        return True
-    _log.error(
-        "%d bytes of a tensor in the memory of %s must have digest %s, got %s; the sample is lost",
-        *(tensor.nbytes, tensor.held.holder, tensor.held.digest, digest),
-    )
-    return False
+    if digest != held.digest:
+        _log.error(
+            "%d bytes of a tensor in the memory of %s must have digest %s, got %s; the sample is lost",
+            *(elements.nbytes, held.holder, held.digest, digest),
+        )
+    return digest == held.digest
 
 
 def _nothing() -> None:

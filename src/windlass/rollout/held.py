@@ -38,8 +38,6 @@ INLINE_NBYTES = 64 << 10
 """Size up to which the elements of a tensor travel in messages."""
 LEASE_S = 3600.0
 """Seconds after which a holder frees a tensor, even if the controller still refers to it."""
-ALIGNMENT = 64
-"""Alignment of tensors in the memory of a trainer rank, in bytes."""
 
 
 class Destination(msgspec.Struct, frozen=True):
