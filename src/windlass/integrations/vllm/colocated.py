@@ -92,7 +92,7 @@ class ColocatedEngine:
                 f"llm: the number of its ranks must divide the {ranks.world_size} trainer ranks, got {self.num_ranks}"
             )
         self._settings = AgentSettings(
-            name=f"vllm-{ranks.rank // self.num_ranks}",
+            name=_name_of(ranks.rank // self.num_ranks),
             controller="",
             transport=TRANSPORT,
             url="",
@@ -208,7 +208,7 @@ class ColocatedSync:
         deadline_s: float = 600.0,
     ) -> None:
         ranks = TrainerRanks.of_process()
-        names = [f"vllm-{number}" for number in range(ranks.world_size // engine.num_ranks)]
+        names = [_name_of(number) for number in range(ranks.world_size // engine.num_ranks)]
         self._engine = engine
         self._fleet: _Fleet | None = None
 
@@ -218,8 +218,19 @@ class ColocatedSync:
             return self._fleet
 
         def connect(address: HostAddress) -> TrainerClient:
+            from windlass.trainers.fsdp import connect_trainer
+
             place = self._fleet.place if self._fleet else _heard_place(ranks, deadline_s)
-            client = _connect(module, address, name_map, stacked, allow_unused, deadline_s)
+            client = connect_trainer(
+                module,
+                controller=address.url,
+                token=address.token,
+                transport=TRANSPORT,
+                name_map=name_map,
+                stacked=stacked,
+                allow_unused=allow_unused,
+                connect_deadline_s=deadline_s,
+            )
             try:
                 engine.join(place.engines)
             except BaseException:
@@ -263,6 +274,11 @@ class ColocatedSync:
         self.shutdown()
 
 
+def _name_of(number: int) -> str:
+    """Return the name in the fleet of the engine whose ranks are in the trainer ranks from `number * num_ranks` on."""
+    return f"vllm-{number}"
+
+
 class _Place(msgspec.Struct, frozen=True):
     """Message of rank 0 to the other ranks.
 
@@ -288,29 +304,6 @@ def _heard_place(ranks: TrainerRanks, deadline_s: float) -> _Place:
             "use servers (WeightSync) for several hosts"
         )
     return place
-
-
-def _connect(
-    module: torch.nn.Module,
-    address: HostAddress,
-    name_map: Callable[[str], str | None] | None,
-    stacked: Sequence[StackedRule] | None,
-    allow_unused: Sequence[str],
-    deadline_s: float,
-) -> TrainerClient:
-    # It imports torch.
-    from windlass.trainers.fsdp import connect_trainer
-
-    return connect_trainer(
-        module,
-        controller=address.url,
-        token=address.token,
-        transport=TRANSPORT,
-        name_map=name_map,
-        stacked=stacked,
-        allow_unused=allow_unused,
-        connect_deadline_s=deadline_s,
-    )
 
 
 @final
