@@ -158,14 +158,7 @@ def train(settings: Settings) -> None:
         block_size=32,
     )
     colocate(deadline_s=100)
-    prompts = [
-        {
-            "prompt": [
-                {"role": "user", "content": f"{trl_run.WORDS[i]} {trl_run.WORDS[(7 * i) % 56]}"}
-            ]
-        }
-        for i in range(56)
-    ]
+    prompts = trl_run.rows()
     args = GRPOConfig(
         output_dir=str(out.parent / "trl"),
         use_cpu=True,

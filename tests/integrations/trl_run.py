@@ -44,6 +44,14 @@ ANSWER = {
 }
 
 
+def rows() -> list[dict[str, list[dict[str, str]]]]:
+    """Return the prompts, each a different pair of words."""
+    return [
+        {"prompt": [{"role": "user", "content": f"{WORDS[i]} {WORDS[(7 * i) % 56]}"}]}
+        for i in range(56)
+    ]
+
+
 def varlen_attention(
     query: torch.Tensor,
     key: torch.Tensor,
@@ -227,10 +235,7 @@ def train(settings: Settings) -> None:
     async_grpo_trainer.get_peak_flops_per_device = lambda *_: None
     out = Path(settings.out)
     packing._flash_attn = lambda: SimpleNamespace(flash_attn_varlen_func=varlen_attention)
-    prompts = [
-        {"prompt": [{"role": "user", "content": f"{WORDS[i]} {WORDS[(7 * i) % 56]}"}]}
-        for i in range(56)
-    ]
+    prompts = rows()
     args = AsyncGRPOConfig(
         output_dir=str(out.parent / "trl"),
         use_cpu=True,

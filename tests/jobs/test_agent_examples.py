@@ -14,11 +14,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
-from servers import VENVS
-from small_job import launch, start
-
-from tools.entry_points import write_entry_points
-from windlass.net.addresses import free_port
+from small_job import check_on_policy, launch, start, vllm_engine
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 DEADLINE_S = 600
@@ -182,16 +178,7 @@ def kill_child(controller: int, wanted: str) -> None:
 
 
 def test_the_tool_agent_trains_with_a_live_vllm(tmp_path: Path, tool_agent: Example) -> None:
-    """The first step is on policy: the trainer gives each token the log-probability that vLLM reported."""
-    python = VENVS["vllm"] / "bin" / "python"
-    if not python.exists():
-        pytest.skip(f"vllm is not installed: {python}")
-    path = f"{EXAMPLES.parent}/src:{write_entry_points(tmp_path / 'installed')}"
-    engine = f"""kind = "vllm"
-port = {free_port()}
-python = "{python}"
-environment = {{ PYTHONPATH = "{path}", VLLM_CPU_KVCACHE_SPACE = "1" }}
-arguments = ["--max-model-len", "256", "--enforce-eager", "--dtype", "float32"]"""
+    engine = vllm_engine(tmp_path, max_model_len=256)
     changes = (
         ('arguments = ["--max-positions", "256"]', engine),
         ("steps = 24", "steps = 3"),
@@ -199,10 +186,5 @@ arguments = ["--max-model-len", "256", "--enforce-eager", "--dtype", "float32"]"
     )
     status, printed = launch(tool_agent.job(tmp_path, *changes), deadline_s=DEADLINE_S)
     assert status == 0, printed
-    lines = (tmp_path / "out" / "metrics.jsonl").read_text().splitlines()
-    first, *_, last = [json.loads(line) for line in lines]
-    assert first["logprob_difference"] < 1e-4
-    assert abs(first["ratio"] - 1) < 1e-4
-    assert (last["step"], last["version"], len(lines)) == (3, 3, 3)
+    check_on_policy(tmp_path)
     assert {step["most"] for step in trained(printed)} == {1}
-    assert first["reward"] > 0.1

@@ -12,13 +12,10 @@ import tomllib
 from pathlib import Path
 
 import pytest
-from servers import VENVS
-from small_job import launch, start
+from small_job import check_on_policy, launch, start, vllm_engine
 
-from tools.entry_points import write_entry_points
 from windlass.jobs.config import Checkpoint
 from windlass.jobs.output import OutputFolder
-from windlass.net.addresses import free_port
 
 EXAMPLE = Path(__file__).resolve().parents[2] / "examples" / "arithmetic"
 NUM_ROWS, GROUPS, STEPS, DEADLINE_S = 36, 12, 16, 300
@@ -146,16 +143,7 @@ def check_exported(tmp_path: Path, exported: Path, model: Path) -> None:
 
 
 def test_the_example_trains_with_a_live_vllm(tmp_path: Path, model: Path) -> None:
-    """The first step is on policy: the trainer gives each token the log-probability that vLLM reported."""
-    python = VENVS["vllm"] / "bin" / "python"
-    if not python.exists():
-        pytest.skip(f"vllm is not installed: {python}")
-    path = f"{EXAMPLE.parents[1]}/src:{write_entry_points(tmp_path / 'installed')}"
-    engine = f"""kind = "vllm"
-port = {free_port()}
-python = "{python}"
-environment = {{ PYTHONPATH = "{path}", VLLM_CPU_KVCACHE_SPACE = "1" }}
-arguments = ["--max-model-len", "64", "--enforce-eager", "--dtype", "float32"]"""
+    engine = vllm_engine(tmp_path, max_model_len=64)
     changes = (
         ('arguments = ["--max-positions", "64"]', engine),
         ("steps = 24", "steps = 3"),
@@ -163,9 +151,4 @@ arguments = ["--max-model-len", "64", "--enforce-eager", "--dtype", "float32"]""
     )
     status, printed = launch(write_job(tmp_path, model, changes=changes))
     assert status == 0, printed
-    lines = (tmp_path / "out" / "metrics.jsonl").read_text().splitlines()
-    first, *_, last = [json.loads(line) for line in lines]
-    assert first["logprob_difference"] < 1e-4
-    assert abs(first["ratio"] - 1) < 1e-4
-    assert (last["step"], last["version"], len(lines)) == (3, 3, 3)
-    assert first["reward"] > 0.1
+    check_on_policy(tmp_path)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
@@ -11,7 +12,13 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import IO
 
-__all__ = ["EXAMPLE", "launch", "start", "write_job"]
+import pytest
+from servers import VENVS
+
+from tools.entry_points import write_entry_points
+from windlass.net.addresses import free_port
+
+__all__ = ["EXAMPLE", "check_on_policy", "launch", "start", "vllm_engine", "write_job"]
 
 EXAMPLE = Path(__file__).resolve().parents[2] / "examples" / "launch"
 DEADLINE_S = 240.0
@@ -87,3 +94,34 @@ def launch(job: Path, *, deadline_s: float = DEADLINE_S) -> tuple[int, str]:
     with start(job) as (process, _):
         printed, _ = process.communicate(timeout=deadline_s)
         return process.returncode, printed
+
+
+def vllm_engine(folder: Path, *, max_model_len: int) -> str:
+    """Return the lines of a job's engine that make it a live vLLM; skip the test if vLLM is not installed.
+
+    Args:
+        folder: folder for a file by which vLLM finds Windlass.
+        max_model_len: number of tokens of vLLM's context.
+    """
+    python = VENVS["vllm"] / "bin" / "python"
+    if not python.exists():
+        pytest.skip(f"vllm is not installed: {python}")
+    path = f"{EXAMPLE.parents[1]}/src:{write_entry_points(folder / 'installed')}"
+    return f"""kind = "vllm"
+port = {free_port()}
+python = "{python}"
+environment = {{ PYTHONPATH = "{path}", VLLM_CPU_KVCACHE_SPACE = "1" }}
+arguments = ["--max-model-len", "{max_model_len}", "--enforce-eager", "--dtype", "float32"]"""
+
+
+def check_on_policy(folder: Path) -> None:
+    """Check the metrics of a job with three steps.
+
+    The first step is on policy: the trainer gives each token the log-probability that the engine reported.
+    """
+    lines = (folder / "out" / "metrics.jsonl").read_text().splitlines()
+    first, *_, last = [json.loads(line) for line in lines]
+    assert first["logprob_difference"] < 1e-4
+    assert abs(first["ratio"] - 1) < 1e-4
+    assert (last["step"], last["version"], len(lines)) == (3, 3, 3)
+    assert first["reward"] > 0.1
