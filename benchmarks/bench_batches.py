@@ -208,13 +208,19 @@ class Ray:
         self.ray.shutdown()
 
 
-async def measure(nbytes: int, runs: int, ray: Ray | None) -> Times:
-    """Run all ways by turns. The first run of each is not counted: its memory is new."""
+def expected(nbytes: int) -> tuple[int, dict[str, str]]:
+    """Return the size of each tensor of a batch of `nbytes` bytes, and the digest of each tensor by its number."""
     tensor_nbytes = nbytes // NUM_TENSORS // 8 * 8
     digests = {
         str(number): xxhash.xxh3_128_hexdigest(elements(number, tensor_nbytes))
         for number in range(NUM_TENSORS)
     }
+    return tensor_nbytes, digests
+
+
+async def measure(nbytes: int, runs: int, ray: Ray | None) -> Times:
+    """Run all ways by turns. The first run of each is not counted: its memory is new."""
+    tensor_nbytes, digests = expected(nbytes)
     times: Times = {}
     async with AsyncExitStack() as stack:
         ours = Windlass(stack)
@@ -232,11 +238,7 @@ async def measure(nbytes: int, runs: int, ray: Ray | None) -> Times:
 
 async def measure_inline(nbytes: int) -> Times:
     """Send a batch through the controller, as before tensors were held."""
-    tensor_nbytes = nbytes // NUM_TENSORS // 8 * 8
-    digests = {
-        str(number): xxhash.xxh3_128_hexdigest(elements(number, tensor_nbytes))
-        for number in range(NUM_TENSORS)
-    }
+    tensor_nbytes, digests = expected(nbytes)
     times: Times = {}
     async with AsyncExitStack() as stack:
         ours = Windlass(stack)
