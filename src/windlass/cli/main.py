@@ -85,7 +85,6 @@ def _print_error(text: str) -> None:
                 line,
                 columns,
                 replace_whitespace=False,
-                drop_whitespace=True,
                 break_long_words=False,
                 break_on_hyphens=False,
             )
