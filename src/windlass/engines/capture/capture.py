@@ -140,15 +140,15 @@ def capture(
     early = None
     if made_up:
         with _timed(seconds, "copies of weights"):
-            early = _early(held)
+            early = _find_mirrors_before_loads(held)
     with _timed(seconds, "copies"):
         before = Snapshot(held, copies=True, parameters=not made_up)
     try:
         start = _Start(held.all_numbers(), before.prints if reference is not None else {})
         with _timed(seconds, "digits"):
-            factors_of = _multiplied(codes, guarded, held, factors)
+            factors_of = _find_multiplied(codes, guarded, held, factors)
         loads = _Loads(codes, guarded, held, factors_of, start, seconds)
-        seen, part = _observed(loads, exact_numel, recompute=recompute)
+        seen, part = _observe_every_tensor(loads, exact_numel, recompute=recompute)
         apart: frozenset[str] = frozenset()
         if reference is not None:
             with _timed(seconds, "own checkpoint"):
@@ -156,7 +156,7 @@ def capture(
                 apart = _require_repeated(loads, reference, seen, part, layers)
         with _timed(seconds, "description"):
             placed = seen.placed(codes, part)
-            read = _read(loads, placed)
+            read = _find_read_tensors(loads, placed)
     except WindlassError:
         raise
     except Exception as error:
@@ -176,7 +176,7 @@ def capture(
         with _timed(seconds, "own checkpoint"):
             _require_samples(reference, codes, replace(seen, holdings=now), apart)
     with _timed(seconds, "copies of weights"):
-        found = _mirrors(loads, seen, now, early)
+        found = _find_unloaded_mirrors(loads, seen, now, early)
     if part is not None:
         part.fix_addresses(found.keys())
     with _timed(seconds, "description"):
@@ -189,23 +189,23 @@ def capture(
     return replace(captured, later=later, seconds=seconds)
 
 
-def _early(watched: Watched) -> Found:
-    """Return the values of the model that were computed from its parameters.
+def _find_mirrors_before_loads(watched: Watched) -> Found:
+    """Search the model for mirrors (tensors that are copies of parameters) and other values computed from parameters.
 
-    Call this before the first load. If `capture` does not restore parameters, a load destroys the values that mirrors
-    were copied from.
+    Call this before the first load if `capture` does not restore parameters: a load then overwrites the parameters with
+    coded values, and a later search could not find the copies by their values.
     """
     held, copies = watched().values(), watched.copies().values()
     weights = [h for h in held if h.kind is Kind.PARAMETER]
     return find_mirrors([*(h for h in held if h.kind is not Kind.PARAMETER), *copies], weights)
 
 
-def _mirrors(
+def _find_unloaded_mirrors(
     loads: _Loads, seen: Seen, now: Mapping[str, Holding], early: Found | None
 ) -> Mapping[str, Mirror]:
-    """Return the mirrors among the tensors that no load changed, by name.
+    """Return the mirrors (copies of weights) among the tensors that no load changed, by name.
 
-    `now` has the tensors of the restored model. `early` is the result of `_early` if `capture` does not restore
+    `now` has the tensors of the restored model. `early` is the result of `_find_mirrors_before_loads` if `capture` does not restore
     parameters; otherwise `early` is None, and this function makes the search.
 
     Raises:
@@ -320,12 +320,14 @@ class _Loads:
     counted: set[str] = field(default_factory=set)
 
     def random(self, seed: int) -> None:
-        """Load the values `codes.random(seed)` into the model."""
+        """Load the values `codes.random(seed)` into the model, and add the duration to `seconds`."""
         with _timed(self.seconds, "random values"):
             self.load(self.codes.random(seed))
 
 
-def _multiplied(codes: Codes, load: Load, held: Held, factors: Sequence[float]) -> dict[str, float]:
+def _find_multiplied(
+    codes: Codes, load: Load, held: Held, factors: Sequence[float]
+) -> dict[str, float]:
     """Return name -> factor for the tensors that the loader multiplies by one of `factors`.
 
     Load checkpoint tensors of ones to find these tensors: a multiplied tensor then contains only its factor, or its
@@ -345,20 +347,23 @@ def _multiplied(codes: Codes, load: Load, held: Held, factors: Sequence[float]) 
     return found
 
 
-def _observed(loads: _Loads, exact_numel: int, *, recompute: bool) -> tuple[Seen, Recompute | None]:
+def _observe_every_tensor(
+    loads: _Loads, exact_numel: int, *, recompute: bool
+) -> tuple[Seen, Recompute | None]:
     """Find out for each tensor that a load changes whether it is a copy of checkpoint elements or a computed tensor.
 
-    Repeat the loads of `_observe` until this is known of every tensor. A repetition reads more tensors at every place,
-    or loads digits into all layers instead of one layer per group.
+    Call `_observe_once` until it has an answer for every tensor. Each further call reads more tensors at every place, or
+    loads digits into all layers instead of one layer per group.
 
     Returns:
-        The layout of every tensor, and the partial load for computed tensors (None if there are none).
+        The layout of every tensor; and the load of a part of the checkpoint that computes the computed tensors again
+        after an update (None if there are no computed tensors).
     """
     scattered = frozenset(loads.factors)
     layers = Layers.alike(loads.codes, loads.held()) if not loads.factors else None
     while True:
         try:
-            seen = _observe(loads, exact_numel, scattered, layers)
+            seen = _observe_once(loads, exact_numel, scattered, layers)
         except _PartRefused:
             layers = None
             continue
@@ -377,10 +382,13 @@ def _observed(loads: _Loads, exact_numel: int, *, recompute: bool) -> tuple[Seen
     return replace(seen, computed=seen.computed & frozenset(part.names if part else ())), part
 
 
-def _observe(
+def _observe_once(
     loads: _Loads, exact_numel: int, scattered: frozenset[str], layers: Layers | None
 ) -> Seen:
-    """Load digits to read the layout, then load random values once or twice to check the layout. Return the results.
+    """Load digits to read the layout, then load random values once or twice to check the layout. Return the layout.
+
+    Add the paths of Python numbers that the loads have changed to `loads.counted` and to `loads.held.numbers`. The model
+    keeps the random values.
 
     `scattered` has the names of tensors above `exact_numel` elements that must be read at every place. If `layers` is
     given, load digits only into `layers.loaded`.
@@ -416,7 +424,7 @@ def _observe(
     with _timed(seconds, "fingerprints"):
         constants = [n for n, h in held.items() if prints.get(n) == fingerprint(h.memory())]
     changing = [name for name in held if name not in constants]
-    checks = _checks(loads, held, {n: numbers[n] for n in changing if n in numbers}, seed)
+    checks = _compare_values(loads, held, {n: numbers[n] for n in changing if n in numbers}, seed)
     right = {n for n, check in checks.items() if check.is_right}
     if layers is None or not (
         right.issuperset(changing)
@@ -430,11 +438,11 @@ def _observe(
                 held[name].memory().view(torch.uint8).fill_(0x55)
         loads.random(seed := next(_SEEDS))
         held = loads.held()
-        again = _checks(loads, held, {n: numbers[n] for n in right}, seed)
+        again = _compare_values(loads, held, {n: numbers[n] for n in right}, seed)
         right = {n for n in right if again[n] == checks[n]}
         unwritten = [n for n, constant in idle.items() if not _same(held[n].memory(), constant)]
         refuse(unwritten, "parameters that the engine's loader does not write")
-    loads.held.numbers |= (changed := _counted(counted, loads))
+    loads.held.numbers |= (changed := _changed_numbers(counted, loads))
     loads.counted.update(changed)
     moved = [n for n in changing if held[n].address != places.get(n) and _must_stay(held[n])]
     refuse(moved, "tensors that move with every load")
@@ -465,7 +473,7 @@ def _observe(
     )
 
 
-def _counted(before: Mapping[str, Number], loads: _Loads) -> frozenset[str]:
+def _changed_numbers(before: Mapping[str, Number], loads: _Loads) -> frozenset[str]:
     """Return the paths of Python numbers that a load changed, and of the same numbers in all other layers.
 
     `before` has the numbers of the model before the load, by path.
@@ -477,10 +485,13 @@ def _counted(before: Mapping[str, Number], loads: _Loads) -> frozenset[str]:
     return frozenset(path for pattern in changed for path in every.get(pattern, ()))
 
 
-def _checks(
+def _compare_values(
     loads: _Loads, held: Mapping[str, Holding], numbers: Mapping[str, ElementIds], seed: int
 ) -> dict[str, Check]:
-    """Compare tensors with the values that a load of `random(seed)` should have written. Return results by name."""
+    """Compare tensors with the values that a load of `random(seed)` should have written; return each result by name.
+
+    `numbers` has the element numbers of the tensors to compare, and `held` has all tensors of the model.
+    """
     with _timed(loads.seconds, "comparison"):
         return {
             n: ids.check(held[n].tensor, loads.codes, seed, loads.factors.get(n, 1.0))
@@ -547,20 +558,23 @@ def _read_digits(
     return numbers
 
 
-def _read(loads: _Loads, placed: frozenset[str]) -> frozenset[str]:
-    """Return the names of the checkpoint tensors outside `placed` that the loader reads."""
+def _find_read_tensors(loads: _Loads, placed: frozenset[str]) -> frozenset[str]:
+    """Find out by a load which checkpoint tensors outside `placed` the loader reads. Return their names.
+
+    `placed` has the names of the checkpoint tensors with elements in the model.
+    """
     others = frozenset(spec.name for spec in loads.codes.specs if spec.numel) - placed
     if not others:
         return frozenset()
     # Also load a tensor that the loader certainly reads, to notice if `_Reading` records no reads at all.
     try:
-        return _watched(loads, others.union(sorted(placed)[:1])).read(others)
+        return _record_reads(loads, others.union(sorted(placed)[:1])).read(others)
     except Exception:  # noqa: BLE001 - a loader may raise anything if tensors are missing
-        return _watched(loads, others | placed).read(others)
+        return _record_reads(loads, others | placed).read(others)
 
 
-def _watched(loads: _Loads, names: frozenset[str]) -> _Reading:
-    """Load only the checkpoint tensors `names`, and return the record of the loader's reads."""
+def _record_reads(loads: _Loads, names: frozenset[str]) -> _Reading:
+    """Load only the checkpoint tensors `names`, and return a `_Reading` with the names that the loader has read."""
     with (reading := _Reading()):
         loads.load(reading.over(loads.codes.some(names, 0)))
     return reading
@@ -615,7 +629,10 @@ class _Reading(TorchFunctionMode):
     def over(
         self, weights: Iterator[tuple[str, torch.Tensor]]
     ) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yield `weights` unchanged, and store each tensor's name, by which `__torch_function__` records reads."""
+        """Yield the named tensors `weights` unchanged.
+
+        Store a weak reference to each tensor, by which `__torch_function__` recognises the tensor when the loader reads it.
+        """
         while True:
             # `weights` generates the tensor with torch calls, which do not count as reads by the loader.
             with torch._C.DisableTorchFunction():

@@ -103,12 +103,12 @@ def _round(roundings: Sequence[Rounding]) -> None:
             waiting.append((rounding.name, target, received, rounded))
             nbytes += rounded.nbytes
             if nbytes >= _ROUNDED_AT_ONCE:
-                _put(waiting)
+                _write_rounded(waiting)
                 waiting, nbytes = [], 0
-    _put(waiting)
+    _write_rounded(waiting)
 
 
-def _put(waiting: Sequence[tuple[str, torch.Tensor, torch.Tensor, torch.Tensor]]) -> None:
+def _write_rounded(waiting: Sequence[tuple[str, torch.Tensor, torch.Tensor, torch.Tensor]]) -> None:
     """Write rounded values to their targets. Each item of `waiting` is (name, target, received, rounded).
 
     Raises:
@@ -394,7 +394,7 @@ def _received_dtype(name: str, holding: Holding, parts: Parts) -> DType:
 def _roundings(
     name: str, memory: torch.Tensor, target: torch.Tensor, parts: Parts
 ) -> Iterator[Rounding]:
-    """Yield the elements of a parameter that the engine's loader rounds to the dtype of the checkpoint; see `Rounding`.
+    """Yield one `Rounding` of a parameter for each checkpoint dtype to which the engine's loader rounds its elements.
 
     `memory` is the memory that updates write, and `target` is the memory of the parameter; both may be the same. `parts`
     has the parameter's boxes of checkpoint tensors.

@@ -43,6 +43,7 @@ class Layers:
     Attributes:
         loaded: names of the checkpoint tensors that capture must load: one layer of each group of identical layers,
             and all tensors outside layers.
+        _layers: (text before the layer's number, the number) -> layer.
     """
 
     loaded: frozenset[str]

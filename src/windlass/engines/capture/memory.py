@@ -117,6 +117,7 @@ class Walked:
 
     @staticmethod
     def _is_unchanged(signature: Signature, places: list[tuple[torch.Tensor, int]]) -> bool:
+        """Return whether the model references the same objects, and the tensors have the addresses in `places`."""
         return signature.holds() and all(_address(item) == at for item, at in places)
 
 
@@ -301,7 +302,9 @@ def _packed_weight(item: torch.ScriptObject) -> torch.Tensor | None:
 _QUANTISED = {torch.qint8: torch.int8, torch.quint8: torch.uint8, torch.qint32: torch.int32,
               torch.quint4x2: torch.uint8, torch.quint2x4: torch.uint8}  # fmt: skip
 _LARGEST_MAP = 1 << 30
+"""Maximum size in bytes of a mapped file that `bytes_in` returns."""
 _FEWEST_BYTES = 32
+"""Minimum number of bytes of an object whose bytes are compared with weights."""
 _LARGEST_NUMBER = 1 << 40
 """Numbers of at least this absolute value are ignored, because they are addresses or hashes."""
 

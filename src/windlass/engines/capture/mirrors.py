@@ -34,7 +34,9 @@ NUM_SAMPLES = 4096
 LEAST_CORRELATED = 16
 """Minimum number of elements of a tensor for a correlation. A smaller tensor might correlate by chance."""
 CORRELATION = 0.99
+"""Correlation with a weight above which a tensor counts as computed from this weight."""
 MAX_PIECES = 64
+"""Maximum number of pieces of weights in a vector that is a concatenation of them."""
 NUM_NEAR, NEAR_NUMEL = 16, 1 << 22
 """Maximum number of weights that `_from_block` searches, and the maximum number of elements of such a weight."""
 _WIDE = (torch.float32, torch.float64)
@@ -47,8 +49,8 @@ class Part:
     """Rows of a mirror that are copies of rows of one weight.
 
     Attributes:
-        target: matrix of the mirror.
-        source: matrix of the weight.
+        target: view of the mirror's memory as a matrix.
+        source: view of the weight's memory as a matrix.
         places: row indices in `target`; None for all rows.
         rows: row indices in `source`, one per entry of `places`; None for all rows.
     """
@@ -73,8 +75,8 @@ class Mirror:
     """A tensor with rows that are copies of rows of the weights named in `sources`.
 
     Attributes:
-        holder: Python object whose bytes `refill` must write too, because the tensor is only a copy of these bytes;
-            None if the tensor has memory of the engine.
+        holder: Python object (such as a bytearray) of whose bytes the tensor is a separate copy. `refill` also writes
+            these bytes. None if the tensor itself shares the engine's memory.
     """
 
     name: str
@@ -209,12 +211,12 @@ def _in_memory_of(part: Part, copy: torch.Tensor, tensor: torch.Tensor) -> Part:
 
 
 def _readings(target: Holding, sources: Sequence[Holding]) -> Iterator[Holding]:
-    """Yield a tensor; if its dtype is an integer, also yield its bytes as each dtype of the sources and as float32.
+    """Yield a tensor; if its dtype is an integer, also yield views of its memory with each dtype of the sources and float32.
 
-    An engine may keep floats in a buffer of bytes. The bytes are yielded as a vector, and in the shape of each source
-    with the same number of elements.
+    An engine may keep floats in a buffer of bytes. For each dtype, yield the memory as a vector, and in the shape of each
+    source with the same number of elements.
     """
-    tensor = _once(target.tensor)
+    tensor = _without_expanded_dims(target.tensor)
     yield target if tensor is target.tensor else replace(target, tensor=tensor)
     if tensor.dtype not in _INTEGERS or not tensor.is_contiguous():
         return
@@ -233,8 +235,11 @@ def _readings(target: Holding, sources: Sequence[Holding]) -> Iterator[Holding]:
             yield replace(target, tensor=flat.view(shape))
 
 
-def _once(tensor: torch.Tensor) -> torch.Tensor:
-    """Return a view with one element for each place in memory; torch refuses to write to an expanded tensor."""
+def _without_expanded_dims(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a view of a tensor without its expanded dims, so that no two elements are at the same place in memory.
+
+    torch refuses to write to an expanded tensor.
+    """
     if 0 not in tensor.stride():
         return tensor
     return tensor[tuple(slice(None) if step else slice(1) for step in tensor.stride())]
@@ -263,14 +268,14 @@ def _rival(holding: Holding, mirror: Mirror, sources: Sequence[Holding]) -> str 
             and rival.tensor.shape == of.tensor.shape
             and rival.tensor.dtype is of.tensor.dtype
             and rival.tensor.device == of.tensor.device
-            and _common(holding.name, rival.name) >= _common(holding.name, name)
+            and _num_common_names(holding.name, rival.name) >= _num_common_names(holding.name, name)
             and torch.equal(rival.tensor, of.tensor)
         ),
         None,
     )
 
 
-def _common(one: str, other: str) -> int:
+def _num_common_names(one: str, other: str) -> int:
     """Return the number of leading names (between dots) that two paths share.
 
     If two weights are equal, the search takes the weight that shares more names with the mirror.
@@ -280,8 +285,8 @@ def _common(one: str, other: str) -> int:
 
 
 def _nearest(holding: Holding, sources: Iterable[Holding]) -> list[Holding]:
-    """Return the weights, sorted by similarity of their names to the tensor's name; see `_common`."""
-    return sorted(sources, key=lambda source: -_common(holding.name, source.name))
+    """Return the weights, sorted by similarity of their names to the tensor's name; see `_num_common_names`."""
+    return sorted(sources, key=lambda source: -_num_common_names(holding.name, source.name))
 
 
 def _varies(tensor: torch.Tensor) -> bool:
@@ -362,7 +367,7 @@ def _spread(size: int, count: int, like: torch.Tensor) -> torch.Tensor:
 
 
 def _from_rows(holding: Holding, rows: torch.Tensor, sources: list[Holding]) -> Mirror | None:
-    """Return a mirror if every nonzero row equals a row of a weight, and the copied rows look like a slice.
+    """Return a mirror if every nonzero row equals a row of a weight, and the copied rows look like a slice; else None.
 
     Compare a few elements of three rows first, because most tensors are not mirrors.
     """
@@ -380,7 +385,7 @@ def _from_rows(holding: Holding, rows: torch.Tensor, sources: list[Holding]) -> 
     )
     if not bool(hits.any(1).all()):
         return None
-    alike.sort(key=lambda pair: -_common(holding.name, pair[0].name))
+    alike.sort(key=lambda pair: -_num_common_names(holding.name, pair[0].name))
     return _from_all_rows(holding.name, rows, alike)
 
 
@@ -497,7 +502,10 @@ def _from_pieces(holding: Holding, near: list[Holding]) -> Mirror | None:
 def _longest(
     rest: torch.Tensor, matrices: list[tuple[str, torch.Tensor]]
 ) -> tuple[torch.Tensor, str]:
-    """Return the longest piece of a weight that equals the beginning of `rest`, and the weight's name."""
+    """Return the longest piece of a weight that equals the beginning of `rest`, and the weight's name.
+
+    `matrices` has pairs of a weight's name and a matrix view. The piece is empty if no weight has such a piece.
+    """
     hits = [_starts(rest, matrix) for _, matrix in matrices]
     there = torch.stack([hit.any() for hit in hits]).tolist()
     piece, of = rest[:0], ""
@@ -565,7 +573,7 @@ def _correlated(holding: Holding, sources: list[Holding]) -> str | None:
 
 
 def _correlation(one: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
-    """Return the larger of Pearson's correlation and Spearman's rank correlation of two tensors.
+    """Return the larger of Pearson's correlation and Spearman's rank correlation of two tensors, as a tensor without dims.
 
     If `one` is sorted, ignore the rank correlation: two sorted tensors always have equal ranks.
     """
@@ -639,13 +647,16 @@ class Later:
     """Mirrors and other derived values that an engine computes after the capture of its layout.
 
     The first forward pass after the start or after an update may copy weights. Call `look` before the next update
-    changes these weights, because `look` compares values to find the copies.
+    changes these weights, because `look` compares values to find the copies. Call `refill` after the update.
 
     Args:
         watched: tensors of the model.
         written: names of the tensors that updates write.
         weights: names of all tensors that are loaded or computed from the checkpoint.
         mirrors: mirrors that the capture has found, by name.
+
+    Attributes:
+        mirrors: mirrors that `refill` fills, by name.
     """
 
     def __init__(
@@ -668,7 +679,8 @@ class Later:
     def look(self) -> None:
         """Search for values that the engine has computed from weights since the capture or the last call.
 
-        Call this while the engine is quiesced, and before the next version writes into the weights.
+        Add the mirrors among these values to `mirrors`, and remove mirrors that no longer exist. Call this while the engine
+        is quiesced, and before the next version writes into the weights.
 
         Raises:
             UnsupportedLayout: the engine has moved a tensor into which updates write, or an update cannot refill a
@@ -683,7 +695,10 @@ class Later:
             self._watched.changed()
 
     def _is_unchanged(self) -> bool:
-        """Return whether the model references the same objects, and written tensors have the same addresses, as before."""
+        """Return whether nothing needs a search: the model references the same objects as at the last search.
+
+        The tensors that updates write must also have their old addresses. Return False if the last search was a full one.
+        """
         return (
             self._signature is not None
             and self._signature.holds()
@@ -691,12 +706,12 @@ class Later:
         )
 
     def _look(self, *, is_full: bool) -> None:
-        """Search new tensors and numbers, and update `mirrors`.
+        """Search new tensors and new Python numbers, and replace `mirrors` by the mirrors that exist now.
 
         A tensor is new if it did not exist at the last call or has another address. If `is_full`, a tensor that was
-        written since the last call is new, too.
+        written since the last call is new, too. Record the state of all tensors for the next call.
         """
-        held = self._walked()
+        held = self._walk_again()
         moved = [
             name
             for name, (_, address) in self._written.items()
@@ -724,8 +739,8 @@ class Later:
         self._known, self._numbers = now, numbers
         self._signature = None if is_full else Signature(self._watched.reach)
 
-    def _walked(self) -> Mapping[str, Holding]:
-        """Return the model's current tensors.
+    def _walk_again(self) -> Mapping[str, Holding]:
+        """Walk the model again, and return its current tensors by name.
 
         Raises:
             RuntimeError: another thread has changed a container during each of `_TRIES` walks over the model.

@@ -105,7 +105,15 @@ Number = bool | int | float | complex
 
 
 class Form(enum.Enum):
-    """Kind of an object, which determines how the walk finds the values in the object."""
+    """Kind of an object, which determines how the walk finds the values in the object.
+
+    CELL: a cell of a closure.
+    REFERENCE: a weak reference.
+    VARIABLE: a context variable.
+    BYTES: an object whose contents are bytes, such as a bytearray or a packed weight.
+    OPAQUE: an object, such as a queue or an iterator, that gives Python code no list of its values.
+    OBJECT: an instance of any other class.
+    """
 
     MODULE = enum.auto()
     TENSOR = enum.auto()
@@ -158,8 +166,9 @@ class Shape:
 
 
 _NUMBER, _SHARED_STATE, _LOCK = object(), object(), object()
+"""Markers for the classes of Python numbers, for the classes in `_SHARED`, and for the classes in `_LOCKS`."""
 _SHAPES: dict[type, Any] = {}
-"""Class -> `Shape`, `_NUMBER`, `_SHARED_STATE`, `_LOCK`, or None for a class that the walk skips."""
+"""Cache: class -> `Shape`, one of the three markers, or None for a class that the walk skips."""
 
 
 @final
@@ -335,6 +344,7 @@ class Signature:
             return False
 
     def _holds(self) -> bool:
+        """Compare all recorded identities. Raise RuntimeError if another thread changes a container at the same time."""
         for held, every, followed in self._dicts:
             if [*map(id, held.values())] != every and _followed(held.values()) != followed:
                 return False
@@ -386,14 +396,15 @@ def _uncollected() -> Iterator[None]:
 
 
 def _reached(model: torch.nn.Module) -> Reach:
+    """Walk a model. Add all parameters first, then all buffers, then the other contents of modules, then the rest."""
     found = Reach()
     walk = _Walk(found)
     modules = [walk.begin(module, path) for path, module in model.named_modules()]
     for node in modules:
-        walk.of_module(node, "_parameters")
+        walk.add_dict_of(node, "_parameters")
     found.num_parameters = len(found.tensors)
     for node in modules:
-        walk.of_module(node, "_buffers")
+        walk.add_dict_of(node, "_buffers")
     found.num_buffers = len(found.tensors) - found.num_parameters
     for node in modules:
         walk.enter(node)
@@ -404,7 +415,10 @@ def _reached(model: torch.nn.Module) -> Reach:
 
 @final
 class _Walk:
-    """One walk through a model. Each method adds what it finds to the `Reach` that the constructor gets."""
+    """One walk through a model. Each method adds nodes to the `Reach` that the constructor gets.
+
+    To enter a node means to add nodes for the values in the node's object.
+    """
 
     def __init__(self, found: Reach) -> None:
         self._found = found
@@ -422,8 +436,8 @@ class _Walk:
         self._packages.add(type(module).__module__.partition(".")[0])
         return node
 
-    def of_module(self, module: Node, which: str) -> None:
-        """Add the dict `_parameters` or `_buffers` (`which`) of a module, and the tensors in this dict."""
+    def add_dict_of(self, module: Node, which: str) -> None:
+        """Add nodes for a module's dict `_parameters` or `_buffers` (`which`), and for the tensors in this dict."""
         held = vars(module.item)[which]
         if isinstance(module.item, torch.jit.ScriptModule):
             held = dict(held.items())
@@ -457,6 +471,10 @@ class _Walk:
     def _add(
         self, item: object, shape: Shape, holder: Node, join: Join, key: object, path: str | None = None
     ) -> None:  # fmt: skip
+        """Add a node for an object, unless the walk has found the object before.
+
+        The object of `holder` references the object by `join` and `key`. `path` replaces the path that these give.
+        """
         if id(item) in self._seen:
             return
         self._seen.add(id(item))
@@ -470,7 +488,7 @@ class _Walk:
     def enter(self, node: Node) -> None:
         """Add nodes for the values in an object."""
         shape, item = node.shape, node.item
-        if shape.has_dict and not self._attributes(node, vars(item)):
+        if shape.has_dict and not self._enter_attributes(node, vars(item)):
             return
         if shape.members:
             slots = slots_of(item, shape)
@@ -505,17 +523,17 @@ class _Walk:
         package = kind.__module__.partition(".")[0]
         return package in _SERVERS or package not in self._packages
 
-    def _attributes(self, node: Node, held: Mapping[str, Any]) -> bool:
-        """Add nodes for an object's attributes, and return True. If the walk must skip the object, return False instead.
+    def _enter_attributes(self, node: Node, held: Mapping[str, Any]) -> bool:
+        """Add nodes for an object's attributes, and return True. If the walk must skip the object, remove its node, and return False.
 
         The walk skips an object that has an attribute of a class in `_SHARED`. It also skips an object that has a lock and
-        belongs to the server. This method removes the node of a skipped object. Any other object with a lock becomes global.
+        belongs to the server. For any other object with a lock, set `Node.is_global`.
         """
         if node.shape.form is Form.OBJECT:
             shapes = _SHAPES
             for value in held.values():
                 kind = type(value)
-                shape = shapes[kind] if kind in shapes else _look_at(kind)
+                shape = shapes[kind] if kind in shapes else _classify(kind)
                 of_server = shape is _LOCK and self._is_of_server(type(node.item))
                 if shape is _SHARED_STATE or of_server:
                     self._found.nodes.remove(node)
@@ -526,11 +544,14 @@ class _Walk:
         return True
 
     def _values(self, node: Node, join: Join, held: Iterable[tuple[Any, Any]]) -> None:
-        """Add nodes for the values in the object of `node`; `held` has pairs of key and value."""
+        """Add nodes for the values in the object of `node`; `held` has pairs of key and value.
+
+        Record a Python number as a number, and an empty container as empty, without a node. Skip values of skipped classes.
+        """
         shapes, found, seen = _SHAPES, self._found, self._seen
         for key, value in held:
             kind = type(value)
-            shape = shapes[kind] if kind in shapes else _look_at(kind)
+            shape = shapes[kind] if kind in shapes else _classify(kind)
             if shape is None or shape is _SHARED_STATE or shape is _LOCK:
                 continue
             if shape is _NUMBER:
@@ -699,7 +720,7 @@ def _shape_of(item: object) -> Shape:
     """Return the description of an object's class. Call this only if the walk does not skip the class."""
     # Use `type`, because `__class__` of a proxy object is the class of another object.
     kind = type(item)
-    found: Shape = _SHAPES[kind] if kind in _SHAPES else _look_at(kind)
+    found: Shape = _SHAPES[kind] if kind in _SHAPES else _classify(kind)
     return found
 
 
@@ -742,14 +763,14 @@ _LINKS = "_lru_list_elem"
 """Name of the C class in which `functools.lru_cache` keeps a cached value."""
 
 
-def _look_at(kind: type) -> Any:
-    """Return how the walk treats the objects of a class, and cache this in `_SHAPES`."""
-    _SHAPES[kind] = found = _looked_at(kind)
+def _classify(kind: type) -> Any:
+    """Return the entry of a class in `_SHAPES` (how the walk treats its objects). Add the entry if it is missing."""
+    _SHAPES[kind] = found = _find_class_entry(kind)
     return found
 
 
-def _looked_at(kind: type) -> Any:
-    """Find out how the walk treats the objects of a class. The result is a value for `_SHAPES`."""
+def _find_class_entry(kind: type) -> Any:
+    """Find out how the walk treats the objects of a class. Return the class's entry for `_SHAPES`."""
     if issubclass(kind, _SHARED):
         return _SHARED_STATE
     if issubclass(kind, _LOCKS):
@@ -790,6 +811,7 @@ def _is_foreign(module: object) -> bool:
 
 
 def _is_apart(kind: type) -> bool:
+    """Return whether the walk skips the objects of a class because of the Python module that defines the class."""
     return _is_outside(kind.__module__)
 
 
@@ -815,7 +837,7 @@ def _is_static(function: Any) -> bool:
 def _is_data(value: object) -> bool:
     """Return whether a value in a class or Python module is data (and not a function, method or class)."""
     kind = type(value)
-    shape = _SHAPES[kind] if kind in _SHAPES else _look_at(kind)
+    shape = _SHAPES[kind] if kind in _SHAPES else _classify(kind)
     if shape is _NUMBER:
         return True
     if not isinstance(shape, Shape) or (shape.form is Form.OPAQUE and _is_static(value)):
@@ -837,22 +859,25 @@ def _has_state(function: FunctionType) -> bool:
 
 
 _Named = tuple[tuple[dict[str, Any], str], ...]
+"""Global variables, each as (namespace, name)."""
 _OF_CODE: dict[CodeType, _Named] = {}
+"""Cache of `_globals_of`, by the function's code."""
 _OF_CLASS: weakref.WeakKeyDictionary[type, _Named] = weakref.WeakKeyDictionary()
+"""Cache of `_globals_of_class`."""
 
 
 def _globals_of(function: FunctionType) -> _Named:
-    """Return the global variables (data and classes) that a function may read; see `_named`."""
+    """Return the global variables (data and classes) that a function may read; see `_variables_used_by`."""
     if function.__code__ not in _OF_CODE:
-        _OF_CODE[function.__code__] = tuple(_named([function]))
+        _OF_CODE[function.__code__] = tuple(_variables_used_by([function]))
     return _OF_CODE[function.__code__]
 
 
 def _globals_of_class(kind: type) -> _Named:
-    """Return the global variables that the functions of a class may read; see `_named`."""
+    """Return the global variables that the functions of a class may read; see `_variables_used_by`."""
     if kind not in _OF_CLASS:
         functions = [f for value in vars(kind).values() if (f := _function_in(value)) is not None]
-        _OF_CLASS[kind] = tuple(_named(functions))
+        _OF_CLASS[kind] = tuple(_variables_used_by(functions))
     return _OF_CLASS[kind]
 
 
@@ -868,18 +893,18 @@ def _function_in(value: object) -> FunctionType | None:
     return value if isinstance(value, FunctionType) and not _is_foreign(value.__module__ or "torch") else None  # fmt: skip
 
 
-def _named(functions: list[FunctionType]) -> Iterator[tuple[dict[str, Any], str]]:
+def _variables_used_by(functions: list[FunctionType]) -> Iterator[tuple[dict[str, Any], str]]:
     """Yield (namespace, name) of the global variables that functions use.
 
-    Include the variables of functions that these functions call: any chain of calls in the same Python module, and the
-    first call into another Python module. Code may name a variable through its module, as `cache` in `kernels.cache`.
+    Also yield the variables of functions that these functions call. Follow any number of calls within one Python module,
+    but only one call into another Python module. Code may name a variable through its module, as in `kernels.cache`.
     """
     waiting = [(function, True) for function in functions]
     seen = {function.__code__ for function in functions}
     names = set[tuple[int, str]]()
     while waiting:
         function, goes_on = waiting.pop()
-        for space, name in _spelt_in(function):
+        for space, name in _variables_named_in(function):
             value = space[name]
             if (id(space), name) in names or isinstance(value, types.ModuleType):
                 continue
@@ -896,7 +921,7 @@ def _named(functions: list[FunctionType]) -> Iterator[tuple[dict[str, Any], str]
                 waiting.append((called, called.__globals__ is function.__globals__))
 
 
-def _spelt_in(function: FunctionType) -> Iterator[tuple[dict[str, Any], str]]:
+def _variables_named_in(function: FunctionType) -> Iterator[tuple[dict[str, Any], str]]:
     """Yield (namespace, name) of the global variables that a function's code names, in its own and other Python modules."""
     space = function.__globals__
     spelt = [*_names_in(function.__code__)]

@@ -28,7 +28,9 @@ from windlass.layout.naming.patterns import NUMBER, patterns_of, said
 from windlass.memory.torch_dtypes import torch_dtype
 
 _SEEDS = (2, 3)
+"""Seeds of random values. A trial update writes and loads values of the first seed, then of the second."""
 _TRIALS = 3
+"""Number of loads, after a failed run, within which two successive loads must leave the same bytes."""
 _MARKS = {
     torch.float64: 0x7FF5D5D5D5D5D5D5,
     torch.float32: 0x7FD5D5D5,
@@ -87,6 +89,8 @@ class Recompute:
         load: the engine's loader.
         held: current tensors of the model.
         entered: result of `surroundings` in the thread that captured the layout.
+        _fixed, _constants: see `fix_addresses`.
+        _is_proven: False from the beginning of a run until the run succeeds.
     """
 
     names: tuple[str, ...]
@@ -231,42 +235,45 @@ class Search:
             UnsupportedLayout: the search cannot find the sources of some tensors; the message names these tensors.
         """
         every = frozenset(spec.name for spec in self.codes.specs)
-        unaffected = sorted(self.base.keys() - self._changed(every))
+        unaffected = sorted(self.base.keys() - self._changed_by(every))
         refuse(unaffected, "tensors that the engine does not compute from the checkpoint alone")
         patterns = patterns_of(spec.name for spec in self.codes.specs)
         kinds = [tuple(names) for names in patterns.values()]
-        members = frozenset().union(*self._mattering(kinds, known=True))
-        found = self._numbered(members)
-        if not self._changed(every - found):
+        members = frozenset().union(*self._groups_with_sources(kinds, known=True))
+        found = self._possible_sources(members)
+        if not self._changed_by(every - found):
             return found
-        if members == found or self._changed(every - members):
+        if members == found or self._changed_by(every - members):
             refuse(self.base, "computed tensors, for which the search cannot find all sources")
         return members
 
-    def _changed(self, names: frozenset[str]) -> frozenset[str]:
-        """Load other values for the checkpoint tensors `names`; return the names of the computed tensors that change."""
+    def _changed_by(self, names: frozenset[str]) -> frozenset[str]:
+        """Load other values for the checkpoint tensors `names`, and the values of `base` for all others.
+
+        Return the names of the computed tensors whose fingerprints then differ from `base`.
+        """
         if not names:
             return frozenset()
         self.load(self.codes.mixed(names, _SEEDS[0]))
         now = self.prints()
         return frozenset(name for name, value in self.base.items() if now.get(name) != value)
 
-    def _mattering(
+    def _groups_with_sources(
         self, groups: Sequence[tuple[str, ...]], *, known: bool
     ) -> Iterator[tuple[str, ...]]:
-        """Yield the groups that contain sources. `known` is True if one of `groups` is known to contain sources."""
-        if not known and not self._changed(frozenset().union(*groups)):
+        """Yield the groups that contain sources. `known` is True if the caller knows that one of `groups` contains sources."""
+        if not known and not self._changed_by(frozenset().union(*groups)):
             return
         if len(groups) == 1:
             yield groups[0]
             return
         half = len(groups) // 2
-        first = list(self._mattering(groups[:half], known=False))
+        first = list(self._groups_with_sources(groups[:half], known=False))
         yield from first
-        yield from self._mattering(groups[half:], known=not first)
+        yield from self._groups_with_sources(groups[half:], known=not first)
 
-    def _numbered(self, members: frozenset[str]) -> frozenset[str]:
-        """Return the names in `members` that may be sources.
+    def _possible_sources(self, members: frozenset[str]) -> frozenset[str]:
+        """Return the names in `members` that may be sources, from the layer and expert numbers in the names.
 
         Each combination of numbers in a name (layer, expert) has an index. For each binary digit of the index, change
         the tensors with digit 1, then the tensors with digit 0, and observe which computed tensors change.
@@ -277,7 +284,7 @@ class Search:
         for digit in range((len(keys) - 1).bit_length()):
             with_digit = {at for at in range(len(keys)) if at >> digit & 1}
             ones = frozenset(name for name in members if index[_numbers(name)] in with_digit)
-            by_ones, by_zeros = self._changed(ones), self._changed(members - ones)
+            by_ones, by_zeros = self._changed_by(ones), self._changed_by(members - ones)
             for tensor, numbers in zip(self.base, possible, strict=True):
                 if tensor not in by_ones:
                     numbers.difference_update(with_digit)
@@ -329,7 +336,7 @@ def plan_recompute(
         "tensors that the engine computes differently in two equal loads",
     )
     # A number that differs after two equal loads is a counter. It does not depend on weights.
-    ignored = {*unsteady} | _saturated(base, codes, load, held)
+    ignored = {*unsteady} | _find_unaffected_numbers(base, codes, load, held)
     held.numbers -= ignored
     computed -= ignored
     if not computed:
@@ -349,8 +356,12 @@ def plan_recompute(
     return part.recompute(sources)
 
 
-def _saturated(base: Mapping[str, int], codes: Codes, load: Load, held: Watched) -> frozenset[str]:
-    """Return the names of computed numbers that do not depend on weights, such as counters that reached a limit.
+def _find_unaffected_numbers(
+    base: Mapping[str, int], codes: Codes, load: Load, held: Watched
+) -> frozenset[str]:
+    """Return the names of computed Python numbers that do not depend on weights, such as counters that reached a limit.
+
+    Make one or two loads to find these numbers. `base` has fingerprints after a load of `codes.random(0)`.
 
     Raises:
         UnsupportedLayout: a number changes if digits are loaded, but not if random values are loaded, so that

@@ -11,7 +11,7 @@ from windlass.engines.capture.memory import Holding
 
 
 def free_nbytes() -> int | None:
-    """Return the free bytes of this rank's GPU; None without a GPU, because no figure then says whether memory can wake."""
+    """Release unused memory that torch caches, and return the free bytes of this rank's GPU. Return None without a GPU."""
     if not torch.cuda.is_available():
         return None
     # The engine's sleep mode would not use cached blocks of this process.
@@ -20,12 +20,12 @@ def free_nbytes() -> int | None:
 
 
 def shortage_of(tags: Collection[str], needed: int, free: int | None) -> str:
-    """Return why a GPU has too little memory to wake `tags`; empty if it has enough.
+    """Return the reason why a GPU has too little memory to wake `tags`; an empty string if it has enough.
 
     Args:
-        tags: kinds of memory.
-        needed: bytes that they need.
-        free: see `free_nbytes`.
+        tags: names of the kinds of memory to wake, such as weights or KV cache.
+        needed: number of bytes of this memory.
+        free: result of `free_nbytes`.
     """
     if free is None or needed <= free:
         return ""
@@ -36,7 +36,7 @@ def shortage_of(tags: Collection[str], needed: int, free: int | None) -> str:
 
 
 def unfilled(captured: Captured, held: Iterable[Holding]) -> Iterator[Holding]:
-    """Yield the tensors of `held` that neither an update nor a calculation after it fills.
+    """Yield the tensors of `held` that an update neither writes nor computes again. Sleep must save these tensors.
 
     Args:
         captured: the rank's captured layout.

@@ -29,9 +29,11 @@ from windlass.engines.capture.memory import Holding, Kind, Watched, bytes_in, ha
 from windlass.engines.capture.reach import BUFFERS, Form, Node, contents_of, slots_of, value_of
 
 CHUNK_NBYTES = 32 << 20
+"""Maximum number of bytes that a thread copies at a time between a GPU and the host."""
 MAX_THREADS = 16
 """Maximum number of threads that copy between a GPU and the host."""
 _Pair = tuple[torch.Tensor, torch.Tensor]
+"""Memory on a GPU and its copy on the host, as uint8 vectors of the same length."""
 
 
 @final
