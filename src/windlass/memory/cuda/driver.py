@@ -229,7 +229,10 @@ class Device:
     @property
     def uuid(self) -> str:
         """UUID of the GPU in hexadecimal, or of the part of it (MIG) that this process sees."""
-        return bytes(_call("cuDeviceGetUuid_v2", self._device).bytes).hex()
+        # cuda-bindings 12 has the plain name for the old function, which does not tell parts of a GPU apart.
+        is_old = "cuDeviceGetUuid_v2" in vars(driver())
+        name = "cuDeviceGetUuid_v2" if is_old else "cuDeviceGetUuid"
+        return bytes(_call(name, self._device).bytes).hex()
 
     def memory(self) -> tuple[int, int]:
         """Return the free bytes and all bytes of the device."""
