@@ -178,7 +178,10 @@ class EngineClient(Closing):
 
 
 def _room(sleeper: Sleeper, ordinal: int, nbytes: int) -> TurnRoom:
-    """Return the memory on which an engine rank takes turns, for weights of `nbytes` bytes."""
+    """Return the description of the GPU memory that an engine rank and a trainer use in turns.
+
+    `ordinal` is the GPU's index, and `nbytes` the size of the rank's weights.
+    """
     own = room_of(ordinal)
     return TurnRoom(own.name, own.nbytes, nbytes, sleeper.caches_nbytes)
 

@@ -36,6 +36,7 @@ from windlass.transports.registry import create_transport, parse_transport
 
 logger = logging.getLogger(__name__)
 LEAVE_DEADLINE_S = 30.0
+"""Seconds that a join waits for the controller of the previous fleet to disconnect."""
 RELEASE_S = 5.0
 """Maximum seconds that a resume waits for the main loops to return from `QuiesceGate.block`."""
 
@@ -118,6 +119,9 @@ class RankHooks:
     def pause(self, pause_id: str, mode: PauseMode, deadline_s: float) -> None:
         """Pause the engine, wait until this rank is quiesced, and search for new derived values.
 
+        Set `in_round`, so that the rank refuses to sleep until `round_ended`. If the pause fails, end it at the gate (which
+        releases a blocked main loop) and reset `in_round`.
+
         Raises:
             PeerTimeout: the rank is falling asleep, and was not done within `deadline_s`.
             WindlassError: the engine did not pause, the main loop was not quiesced within `deadline_s`, or
@@ -140,7 +144,7 @@ class RankHooks:
             raise
 
     def round_ended(self) -> None:
-        """Allow the rank to sleep again; see `Sleeper.round_ended`."""
+        """Record that no round runs, so that the rank may sleep again; see `Sleeper.round_ended`."""
         self.in_round = False
 
     def _stop(self, api: EngineApi, pause_id: str, mode: PauseMode, deadline_s: float) -> None:
@@ -187,7 +191,10 @@ class RankHooks:
         self._paused = False
 
     def finalise(self) -> None:
-        """Compute again all values of this rank that are derived from received weights; see `Captured.finalise`."""
+        """Compute again all values of this rank that are derived from received weights; see `Captured.finalise`.
+
+        Record that the weights are not lost.
+        """
         if self._captured is not None:
             self._captured.finalise()
         self._sleep.is_lost = False
@@ -274,9 +281,10 @@ class EngineRank:
         capture: Callable[[], Captured],
         api: Callable[[], EngineApi] | None = None,
     ) -> CapturedLayout:
-        """Capture this rank's layout, or reuse an earlier capture. Return a summary of the layout.
+        """Capture this rank's layout, or reuse an earlier capture. Store the layout, and return a summary of it.
 
-        The engine's main loop calls this.
+        After a new capture, also create the rank's hooks, and freeze the heap (`freeze_heap`). The engine's main loop calls
+        this.
 
         Args:
             settings: settings of the join. `name`, `url`, `checkpoint` and `world_size` must not change after the
@@ -419,6 +427,7 @@ class EngineRank:
         self._client = None
 
     def _require_same(self, settings: AgentSettings) -> None:
+        """Raise ConfigError if the name, URL, checkpoint or number of ranks differs from the capture's settings."""
         if _identity(self.settings) != _identity(settings):
             raise ConfigError(
                 f"join: (name, url, checkpoint, ranks) must be {_identity(self.settings)} as in the "

@@ -75,7 +75,9 @@ from windlass.progress import Progress
 from windlass.transports.registry import transport_name
 
 REACH_DEADLINE_S = 30.0
+"""Seconds within which a server must accept connections after its ready line."""
 LOG_DEADLINE_S = 5.0
+"""Seconds that the launcher waits for the rest of the server's log after the server's end."""
 ANSWER_S = 60.0
 """Seconds that the launcher waits for a server's answer after the deadlines of the join."""
 _PARALLEL = (("tp", "tensor"), ("pp", "pipeline"), ("dp", "data"))
@@ -120,7 +122,7 @@ def launch(engine: EngineSpec, description: str | None) -> int:
             raise ConfigError(
                 f"engine {engine.name!r} must have a server and releases, it has none"
             )
-        _check(engine, args, rest)
+        _check_options(engine, args, rest)
         refuse_expandable_segments()
         args.host = args.host or own_address(args.controller)
         what = f"engine {args.name}"
@@ -132,7 +134,7 @@ def launch(engine: EngineSpec, description: str | None) -> int:
         for warning in check_installed(engine.releases):
             sys.stderr.write(f"engine {args.name}: {warning}\n")
         if args.nnodes > 1:
-            _meet(args)
+            _set_rendezvous_address(args)
         command = engine.server.command(args, rest)
         with server_environment(args) as given:
             command = ServerCommand(command.argv, {**command.environment, **given})
@@ -142,7 +144,7 @@ def launch(engine: EngineSpec, description: str | None) -> int:
         return 2
 
 
-def _meet(args: argparse.Namespace) -> None:
+def _set_rendezvous_address(args: argparse.Namespace) -> None:
     """Set `args.dist_init_addr`, the rendezvous address of torch.distributed on the server's first node.
 
     Raises:
@@ -187,7 +189,7 @@ def server_environment(args: argparse.Namespace) -> Iterator[dict[str, str]]:
         yield {**waits, TOKEN_FILE_VARIABLE: str(file)}
 
 
-def _check(engine: EngineSpec, args: argparse.Namespace, rest: Sequence[str]) -> None:
+def _check_options(engine: EngineSpec, args: argparse.Namespace, rest: Sequence[str]) -> None:
     """Check that a server with these options can start and get updates.
 
     Raises:
@@ -310,7 +312,7 @@ def checked_arguments(engine: EngineSpec, words: Sequence[str]) -> argparse.Name
             args, rest = arguments(engine.module, None).parse_known_args(words)
     except SystemExit:
         raise ConfigError(said.getvalue().strip().rpartition("error: ")[2]) from None
-    _check(engine, args, rest)
+    _check_options(engine, args, rest)
     return args
 
 
@@ -342,7 +344,7 @@ def attach_running(args: argparse.Namespace) -> int:
         with _progress_of(args).part("its ranks capture their layouts and join the fleet"):
             _order_join(args, args.attach, args.attach, control_token())
     except WindlassError as error:
-        _tell(args, f"{type(error).__name__}: {error}")
+        _report_cannot_join(args, f"{type(error).__name__}: {error}")
         raise
     _say_joined(args, args.attach)
     return 0
@@ -456,7 +458,7 @@ def serve(
             # The launcher on the first node orders all ranks to join.
             server.wait()
         else:
-            _make_join(args, server, ready, ready_line, task)
+            _wait_and_order_join(args, server, ready, ready_line, task)
             if task is not None and server.poll() is None:
                 is_done = True
                 _kill(server.pid)
@@ -464,7 +466,7 @@ def serve(
         sys.stderr.write(f"engine {args.name}: {type(error).__name__}: {error}\n")
         status = 2
         _kill(server.pid)
-        _tell(args, f"{type(error).__name__}: {error}")
+        _report_cannot_join(args, f"{type(error).__name__}: {error}")
     finally:
         code = server.wait()
         # Kill child processes that outlive the server.
@@ -477,7 +479,7 @@ def serve(
     return status or (0 if is_done else code)
 
 
-def _make_join(
+def _wait_and_order_join(
     args: argparse.Namespace,
     server: subprocess.Popen[bytes],
     ready: threading.Event,
@@ -502,7 +504,9 @@ def _make_join(
                 f"its server has not logged {ready_line!r} after {args.start_deadline_s} s"
             )
         if server.poll() is not None:
-            _tell(args, f"its server ended with status {server.returncode} before it served")
+            _report_cannot_join(
+                args, f"its server ended with status {server.returncode} before it served"
+            )
             return
         wait_for_server(args.host, args.port)
         progress.end()
@@ -527,7 +531,7 @@ def _say_joined(args: argparse.Namespace, url: str) -> None:
     os.write(1, msgspec.json.encode({"name": args.name, "url": url}) + b"\n")
 
 
-def _tell(args: argparse.Namespace, reason: str) -> None:
+def _report_cannot_join(args: argparse.Namespace, reason: str) -> None:
     """Report to the controller why this engine does not join. The controller then stops waiting for the engine."""
     with contextlib.suppress(WindlassError):
         if args.controller:

@@ -47,7 +47,9 @@ _OPEN = frozenset(
         "/freeze_gc",
     }
 )
+"""Routes that every client may call."""
 _OPEN_PREFIX = "/v1/"
+"""Beginning of further routes that every client may call, except the routes in `_LOADS`."""
 _LOADS = frozenset({"/v1/load_lora_adapter", "/v1/unload_lora_adapter"})
 _RUN_CODE = frozenset(
     {
@@ -176,6 +178,7 @@ class PrivateRoutes:
 
 
 def _asks_whether_alive(scope: Message) -> bool:
+    """Return whether a request is a `GET` request for `ALIVE_PATH`."""
     return scope["type"] == "http" and scope["method"] == "GET" and route_path(scope) == ALIVE_PATH
 
 

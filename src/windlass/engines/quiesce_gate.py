@@ -24,13 +24,14 @@ class QuiesceGate:
     def __init__(self) -> None:
         self.changed = threading.Condition()
         """Condition that guards the state of the gate. Each change notifies it."""
+        # Ids of pauses: for which the loop is quiesced, which the agent asks for now, and which ended last; empty for none.
         self._reached = self._asked = self._ended = ""
         self._blocked = False
         self._num_asked = 0
         self._failed: dict[str, WindlassError] = {}
 
     def quiesced(self, pause_id: str) -> None:
-        """Record that the loop has ended its last step before the pause. Called by the main loop."""
+        """Record that the loop has ended its last step before the pause, and wake the agent in `wait`. Called by the main loop."""
         with self.changed:
             self._reached = pause_id
             self.changed.notify_all()
@@ -88,7 +89,7 @@ class QuiesceGate:
             return self._blocked
 
     def end(self) -> None:
-        """End the pause that the agent asked for, after success or failure. Idempotent."""
+        """End the pause that the agent asked for, after success or failure, and wake a blocked main loop. Idempotent."""
         with self.changed:
             if self._asked:
                 self._ended, self._asked = self._asked, ""
@@ -100,9 +101,9 @@ class QuiesceGate:
             self.changed.wait_for(lambda: self._asked != pause_id)
 
     def fail(self, pause_id: str, error: WindlassError) -> None:
-        """Report that the main loop will not be quiesced for this pause: `wait` raises `error`.
+        """Record that the main loop will not be quiesced for this pause, and wake the agent: `wait` raises `error`.
 
-        If `pause_id` is empty, this is the pause that the agent asks for now.
+        An empty `pause_id` means the pause that the agent asks for now.
         """
         with self.changed:
             self._failed = {pause_id or self._asked: error}

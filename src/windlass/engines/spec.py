@@ -52,6 +52,7 @@ def refuse_expandable_segments() -> None:
 
 
 JOIN_S, JOIN_BYTES_PER_S = 600.0, 100_000_000
+"""Seconds of a join without the reading of the checkpoint, and the assumed speed of this reading."""
 
 
 def join_deadline_s(checkpoint: Path) -> float:

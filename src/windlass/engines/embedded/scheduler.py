@@ -134,7 +134,7 @@ class Scheduler:
             return len(self._running), len(self._waiting)
 
     def submit(self, request: Request) -> None:
-        """Queue a request.
+        """Queue a request, and wake the model loop if it waits for work.
 
         Raises:
             ConfigError: the request does not fit into the cache.
@@ -150,7 +150,7 @@ class Scheduler:
             self._changed.notify_all()
 
     def abort(self, rid: str) -> bool:
-        """End the request with this id; return False if there is none. The request keeps its tokens."""
+        """End the request with this id, with the tokens that it has; return False if no such request runs or waits."""
         with self._changed:
             found = [r for r in (*self._running.values(), *self._waiting) if r.rid == rid]
             for request in found:
@@ -176,6 +176,7 @@ class Scheduler:
         self._pause(f"sleep.{self._num_sleeps}", mode, deadline_s, sleeps=True)
 
     def _pause(self, pause_id: str, mode: PauseMode, deadline_s: float, *, sleeps: bool) -> None:
+        """Ask the model loop for a pause, and wait until the loop has called `quiesced`; see `pause` and `sleep`."""
         with self._changed:
             self._pause_wanted = (pause_id, mode, sleeps)
             self._paused = True
@@ -186,7 +187,7 @@ class Scheduler:
                 )
 
     def resume(self, deadline_s: float = 0.0) -> None:  # noqa: ARG002
-        """Continue generation. Idempotent."""
+        """Let generation continue, and wake the model loop. Idempotent."""
         with self._changed:
             self._paused = False
             self._changed.notify_all()
@@ -202,7 +203,7 @@ class Scheduler:
     # --- called by the model loop --------------------------------------------------------------
 
     def next_step(self) -> Step:
-        """Wait for a request or a pause, and return the next step."""
+        """Wait for a request or a pause, and return the next step. Before a pause, end or requeue requests as its mode says."""
         with self._changed:
             self._changed.wait_for(self._has_work)
             if self._pause_wanted is not None:
@@ -212,7 +213,7 @@ class Scheduler:
             return self._forward()
 
     def quiesced(self, pause_id: str) -> None:
-        """Record that the last step before the pause has ended."""
+        """Record that the last step before the pause has ended, and wake the thread that waits in `pause` or `sleep`."""
         with self._changed:
             if self._pause_wanted is not None and self._pause_wanted[0] == pause_id:
                 self._pause_wanted = None
@@ -247,7 +248,10 @@ class Scheduler:
             self._running.clear()
 
     def _forward(self) -> Step:
-        """Return a prefill step if a request waits and a slot is free, else a decode step of the running requests."""
+        """Return a prefill step if a request waits and a slot is free, else a decode step of the running requests.
+
+        For a prefill step, move as many waiting requests as possible to free slots.
+        """
         slots, rows = sorted(self._running), list[list[int]]()
         if self._waiting and self._free:
             slots = []

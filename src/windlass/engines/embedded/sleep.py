@@ -49,12 +49,12 @@ class SleepingWeights:
         self.is_empty = False
 
     def sleep(self) -> None:
-        """Free the memory. Idempotent."""
+        """Free the memory, and record that the values are lost. Idempotent."""
         self.is_empty = True
         self._memory.sleep()
 
     def wake(self) -> None:
-        """Get memory, and check that every parameter has its old address. Idempotent.
+        """Allocate the memory again, and check that every parameter has its old address. Idempotent.
 
         Raises:
             TransferFailed: there is too little memory.
@@ -133,7 +133,7 @@ class SleepingHooks:
                 self._pause_and_sleep(mode, deadline_s)
 
     def round_ended(self) -> None:
-        """Allow the rank to sleep again; see `Sleeper.round_ended`."""
+        """Record that no round runs, so that the rank may sleep again; see `Sleeper.round_ended`."""
         self._in_round = False
 
     def pause(self, pause_id: str, mode: PauseMode, deadline_s: float) -> None:

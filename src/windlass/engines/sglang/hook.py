@@ -74,11 +74,11 @@ def run(model: torch.nn.Module, named_tensors: Sequence[tuple[str, torch.Tensor]
             carry_out(
                 order.folder,
                 own_rank(),
-                lambda secrets: _take(model, order, own_rank(), secrets),
+                lambda secrets: _carry_out_step(model, order, own_rank(), secrets),
                 server_url=order.settings.url,
             )
         case Quiesce():
-            _come_to_rest(order)
+            _quiesce_or_fail(order)
         case Describe():
             carry_out(
                 order.folder,
@@ -121,17 +121,23 @@ def described(model: torch.nn.Module, captured: Captured) -> RankLayout:
     return RankLayout(manifest=captured.manifest.encode(), parameters=parameters, derived=derived)
 
 
-def _obey(order: str, refusal: str) -> None:
-    """Carry out the order `Quiesce` of a request to wake; let its pause fail if the rank must refuse."""
+def _carry_out_quiesce(order: str, refusal: str) -> None:
+    """Carry out the order `Quiesce` (in JSON) that a request to wake contains; see `RankSaver`.
+
+    If `refusal` is not empty, let the order's pause fail with this reason instead.
+    """
     quiesce = msgspec.json.decode(order, type=Quiesce)
     if refusal:
         this_rank.engine_rank.gate.fail(quiesce.pause_id, TransferFailed(refusal))
     else:
-        _come_to_rest(quiesce)
+        _quiesce_or_fail(quiesce)
 
 
-def _come_to_rest(order: Quiesce) -> None:
-    """Carry out an order to quiesce; if this fails, let its pause fail with the reason."""
+def _quiesce_or_fail(order: Quiesce) -> None:
+    """Carry out an order to quiesce, and report to the agent that the main loop is quiesced.
+
+    If this fails, let the order's pause fail with the reason, and raise nothing.
+    """
     try:
         _quiesce(order)
     # An exception would end SGLang's loop, and the server with it.
@@ -139,10 +145,10 @@ def _come_to_rest(order: Quiesce) -> None:
         _log.exception("rank %s: pause %s", own_rank(), order.pause_id)
         this_rank.engine_rank.gate.fail(order.pause_id, _as_refusal(error))
     else:
-        _rest(order)
+        _report_quiesced(order)
 
 
-def _rest(order: Quiesce) -> None:
+def _report_quiesced(order: Quiesce) -> None:
     """Report to the agent that the main loop is quiesced; block the loop if the order says so."""
     if order.blocked_s is None:
         this_rank.engine_rank.gate.quiesced(order.pause_id)
@@ -196,10 +202,12 @@ def _own_sampler() -> int:
         return _own_replica()
 
 
-def _take(model: torch.nn.Module, order: Step, rank: int, secrets: Secrets) -> bytes:
+def _carry_out_step(model: torch.nn.Module, order: Step, rank: int, secrets: Secrets) -> bytes:
     """Capture the layout, or join the fleet, as the order says; return the body of the report.
 
-    The body is a `CapturedLayout` in JSON for a capture, and empty for a join.
+    The body is a `CapturedLayout` in JSON for a capture, and empty for a join. Before a capture, patch SGLang's scheduler,
+    caches and sampler, and set the seed of this rank's replica. After it, set `this_rank.saver`, and for an engine with one replica
+    and one stage also `this_rank.can_block`.
     """
     settings = order.settings
     if this_rank.saver is not None:
@@ -212,9 +220,9 @@ def _take(model: torch.nn.Module, order: Step, rank: int, secrets: Secrets) -> b
     def captured() -> Captured:
         seed_replica(_own_sampler())
         if not alone:
-            return _layout_of(model, order, rank)[0]
+            return _capture_layout(model, order, rank)[0]
         every = partial(all_ranks, device=next(model.parameters()).device)
-        found, untouched = capture_on_every_rank(lambda: _layout_of(model, order, rank), every)
+        found, untouched = capture_on_every_rank(lambda: _capture_layout(model, order, rank), every)
         # Updates write the model's memory only, and no buffers.
         plain = not found.repacked and not found.recomputed
         this_rank.can_block = every(plain and untouched)
@@ -240,11 +248,11 @@ def _take(model: torch.nn.Module, order: Step, rank: int, secrets: Secrets) -> b
     separate_caches()
     return_sampled_logprobs()
     found = this_rank.engine_rank.capture(settings, rank, captured, api)
-    this_rank.saver = install(this_rank.engine_rank, model, _outdate_own_caches, _obey)
+    this_rank.saver = install(this_rank.engine_rank, model, _outdate_own_caches, _carry_out_quiesce)
     return msgspec.json.encode(found)
 
 
-def _layout_of(model: torch.nn.Module, order: Step, rank: int) -> tuple[Captured, bool]:
+def _capture_layout(model: torch.nn.Module, order: Step, rank: int) -> tuple[Captured, bool]:
     """Capture the layout. Return the layout, and whether SGLang changes no tensor before and after an order.
 
     Raises:
@@ -287,16 +295,16 @@ def orders_change_nothing(model: torch.nn.Module) -> bool:
     device = next(model.parameters()).device
     before = Snapshot(model, copies=True)
     try:
-        within = _state(model)
+        within = _addresses_and_prints(model)
         DefaultModelLoader.postprocess_weights(model, device)
-        after = _state(model)
+        after = _addresses_and_prints(model)
         DefaultModelLoader.restore_weights_before_loading(model, device)
-        return within == after == _state(model)
+        return within == after == _addresses_and_prints(model)
     finally:
         before.restore()
 
 
-def _state(model: torch.nn.Module) -> Mapping[str, tuple[int, int]]:
+def _addresses_and_prints(model: torch.nn.Module) -> Mapping[str, tuple[int, int]]:
     """Return the address and the fingerprint of every tensor, by name."""
     held = held_by(model)
     prints = prints_of(held)
@@ -317,7 +325,9 @@ def load_again(model: torch.nn.Module, weights: Iterator[tuple[str, torch.Tensor
 
 
 _OWN_KEY = "windlass_extra_key"
+"""Attribute of a request: the `extra_key` that its client chose."""
 _FOLLOWS = "windlass_follows"
+"""Attribute that marks a method as patched."""
 _NO_NAMESPACES = "SGLANG_EXPERIMENTAL_CPP_RADIX_TREE"
 
 
@@ -373,12 +383,17 @@ def _outdate_caches(namespace: str) -> None:
 
 
 def _outdate_own_caches() -> None:
-    """Make later requests use no existing cache entries: their memory is freed. All ranks get the same namespace."""
+    """Make later requests use no existing cache entries, because sleep frees the memory of the entries.
+
+    The new namespace is the old one with a mark added, so that all ranks set the same namespace without a message.
+    """
     _outdate_caches(f"{this_rank.namespace}'")
 
 
 def _quiesce(order: Quiesce) -> None:
     """Set a new cache namespace, search for new derived values, and wait for the GPU.
+
+    Also record whether paused requests end when generation resumes (`end_at_resume`).
 
     A rank calls this while it carries out an order: between two steps, and before an update writes weights.
 

@@ -266,6 +266,7 @@ class SglangApi:
             self._server.post(f"/flush_cache?timeout={waits_s}", {}, deadline_s)
 
     def resume(self, deadline_s: float) -> None:
+        """Resume generation; see `EngineApi.resume`. If the weights were lost, first wake the rest of the memory."""
         if self._sleep is not None and self._is_turn:
             self._sleep.go_on(deadline_s)
             return

@@ -48,7 +48,9 @@ from windlass.transports.registry import parse_transport
 
 _log = logging.getLogger(__name__)
 READ_DEADLINE_S = 120.0
+"""Maximum seconds to read a rank's parameters."""
 WATCH_DEADLINE_S = 10.0
+"""Maximum seconds to open the connection by which the agent notices the end of the server."""
 MIXED = "windlass-update"
 """Weight version that a server reports during an update.
 
@@ -95,11 +97,11 @@ def attach(order: Attach, layout: LayoutFile) -> int:
     server = EngineHttp(order.url, "", order.api_key, order.admin_api_key)
     try:
         while True:
-            tables = _published(server, layout, order.return_deadline_s)
+            tables = _wait_for_tables(server, layout, order.return_deadline_s)
             with _joined(order, layout, server, tables):
                 found = {"name": order.name, "url": order.url, "ranks": len(tables)}
                 os.write(1, msgspec.json.encode(found) + b"\n")
-                _wait_changed(server, tables)
+                _wait_for_change(server, tables)
             sys.stderr.write(f"engine {order.name}: its server has ended or was restarted\n")
     except WindlassError as error:
         with contextlib.suppress(WindlassError):
@@ -108,7 +110,7 @@ def attach(order: Attach, layout: LayoutFile) -> int:
         raise
 
 
-def _published(
+def _wait_for_tables(
     server: EngineHttp, layout: LayoutFile, deadline_s: float
 ) -> tuple[WeightTable, ...]:
     """Wait until the server publishes the weight tables of all ranks, and return the tables by rank.
@@ -120,26 +122,26 @@ def _published(
     end_s, pauses = time.monotonic() + deadline_s, Backoff(0.1, 2.0).pauses()
     while True:
         try:
-            return _described(server, layout)
+            return _read_checked_tables(server, layout)
         except (PeerUnreachable, PeerTimeout):
             if time.monotonic() > end_s:
                 raise
             threading.Event().wait(next(pauses))
 
 
-def _described(server: EngineHttp, layout: LayoutFile) -> tuple[WeightTable, ...]:
+def _read_checked_tables(server: EngineHttp, layout: LayoutFile) -> tuple[WeightTable, ...]:
     """Check that the layout describes the server, and return the server's weight tables by rank.
 
     Raises as `require_captured`, `read_table` and `match` do.
     """
     require_captured(server, layout)
-    tables = _tables(server, len(layout.ranks))
+    tables = _read_tables(server, len(layout.ranks))
     for rank, (captured, table) in enumerate(zip(layout.ranks, tables, strict=True)):
         match(rank, captured.parameters, table)
     return tables
 
 
-def _tables(server: EngineHttp, world_size: int) -> tuple[WeightTable, ...]:
+def _read_tables(server: EngineHttp, world_size: int) -> tuple[WeightTable, ...]:
     """Return the weight tables of all ranks; raises as `read_table` does."""
     return tuple(read_table(server, rank) for rank in range(world_size))
 
@@ -200,11 +202,12 @@ def _joined(
         yield
 
 
-def _wait_changed(server: EngineHttp, tables: tuple[WeightTable, ...]) -> None:
+def _wait_for_change(server: EngineHttp, tables: tuple[WeightTable, ...]) -> None:
     """Wait until the server has ended, or publishes other tables.
 
-    Hold an idle connection to the server: the server's kernel closes it when the process ends. The server or a proxy may
-    also close it earlier. So compare the tables after each close, and wait again if they are the same.
+    Keep an idle connection to the server open: the kernel of the server's host closes the connection when the server's
+    process ends. The server or a proxy may also close the connection earlier. So after each close, read the tables, and
+    wait again if they are equal to `tables`.
     """
     target, pauses = urlsplit(server.url), Backoff(0.05, 5.0).pauses()
     port = target.port or (443 if target.scheme == "https" else 80)
@@ -216,7 +219,7 @@ def _wait_changed(server: EngineHttp, tables: tuple[WeightTable, ...]) -> None:
                 keep_alive(line)
                 line.recv(1)
         try:
-            if _tables(server, len(tables)) != tables:
+            if _read_tables(server, len(tables)) != tables:
                 return
         except WindlassError:
             return
@@ -329,6 +332,7 @@ class OutsideHooks:
         """Do nothing. A layout with computed tensors was refused before, and `pause` has emptied the server's caches."""
 
     def set_version(self, version: int, deadline_s: float) -> None:
+        """On rank 0, set the version that the server reports. Do nothing on other ranks."""
         if self._rank == 0:
             self._set_label(str(version), deadline_s)
 

@@ -91,7 +91,7 @@ def load() -> None:
     SGLang and `windlass.engines.sglang.serve` call this in every process of a server. This function checks no settings,
     because SGLang logs an exception of a plugin and continues; `_prepare` checks them.
     """
-    if not environment_value(CONTROLLER_VARIABLE) or not _first("load"):
+    if not environment_value(CONTROLLER_VARIABLE) or not _is_first_call("load"):
         return
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
@@ -114,7 +114,7 @@ def _check_variables() -> None:
         _log.warning("%s is set: this server is not fit for rollouts, since %s", ORIGINAL, SAMPLED)
 
 
-def _first(step: str) -> bool:
+def _is_first_call(step: str) -> bool:
     """Return True at the first call for a step in this process, False at every later call."""
     if step in _done:
         return False
@@ -150,7 +150,7 @@ def _prepare(server_args: Any) -> None:
         _require_followed(settings, Path(settings.model_path))
     _set_loader(server_args, [*settings.custom_weight_loader])
     # A second call means that SGLang restarts the engine in this process.
-    if not _first("prepare"):
+    if not _is_first_call("prepare"):
         return
     if settings.node_rank:
         check_ranks_have_the_token()
@@ -164,17 +164,16 @@ def _prepare(server_args: Any) -> None:
     if settings.enable_memory_saver:
         report_refusals(TokenizerControlMixin)
     refuse_ignored(TokenizerManager)
-    _stand_in_front(http_server, member, member.token if settings.nnodes > 1 else "")
+    _add_middleware(http_server, member, member.token if settings.nnodes > 1 else "")
     if member.controller != WAIT:
         _call_when_warm(member.join_at_start)
 
 
 def check_ranks_have_the_token() -> None:
-    """Check that ranks on this host can read the token.
+    """Check that ranks on this host can read the token, and set the environment variable that makes them send reports by HTTP.
 
-    The ranks send reports to the first host. The token proves that a report comes from a rank of this server.
-
-    Call this on every host except the first.
+    The ranks send reports to the first host. The token proves that a report comes from a rank of this server. Call this
+    on every host except the first.
 
     Raises:
         ConfigError: the variable for the token's file is not set.
@@ -351,7 +350,7 @@ class CaptureBeforeSleep:
         await self._app(scope, receive, send)
 
 
-def _stand_in_front(http_server: ModuleType, member: SglangMember, token: str) -> None:
+def _add_middleware(http_server: ModuleType, member: SglangMember, token: str) -> None:
     """Wrap SGLang's ASGI application in Windlass's middleware, outside all middleware that SGLang adds later.
 
     Args:
@@ -430,7 +429,7 @@ class SglangMember(Member):
     def _have_ranks_join(self, order: JoinOrder) -> None:
         if self._refusal:
             raise ConfigError(f"the memory was freed before the join, and {self._refusal}")
-        settings, secrets = self._steps(order)
+        settings, secrets = self._settings_and_secrets(order)
         if self._has_slept:
             # Requests that wait for the weights hold a lock of SGLang, which orders need unless generation is paused. The
             # end of the first round resumes it.
@@ -441,11 +440,11 @@ class SglangMember(Member):
         self._is_captured = True
 
     def before_release(self) -> None:
-        """Have the ranks capture their layouts before their memory is freed for the first time. Blocks, and waits for a join.
+        """Make the ranks capture their layouts before their memory is freed for the first time.
 
-        A capture needs the weights that the server was started with, and only ranks with a layout keep the scheduler
-        paused while the weights are lost. If the capture fails, the server frees its memory as SGLang does by itself, and
-        cannot join later.
+        Blocks; if a join is in progress, first wait for its end. A capture needs the weights that the server was started
+        with, and only ranks with a layout keep the scheduler paused while the weights are lost. If the capture fails, record
+        the reason: the server frees its memory as SGLang does by itself, and every later join is refused.
         """
         with self._is_joining:
             if not self._settings.enable_memory_saver:
@@ -458,7 +457,7 @@ class SglangMember(Member):
                 order = JoinOrder(
                     here, self._transport, name=self.name_for(here), url=self.url_for(here)
                 )
-                capture_layouts(send_step, *self._steps(order))
+                capture_layouts(send_step, *self._settings_and_secrets(order))
                 self._is_captured = True
             except WindlassError as error:
                 self._refusal = f"{type(error).__name__}: {error}"
@@ -466,7 +465,7 @@ class SglangMember(Member):
                     "this server cannot join a fleet after it has slept: %s", self._refusal
                 )
 
-    def _steps(self, order: JoinOrder) -> tuple[AgentSettings, Secrets]:
+    def _settings_and_secrets(self, order: JoinOrder) -> tuple[AgentSettings, Secrets]:
         """Return the settings and the secrets with which the ranks carry out an order.
 
         Raises:

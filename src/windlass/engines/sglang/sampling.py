@@ -19,7 +19,9 @@ import torch
 from windlass.errors import UnsupportedLayout
 
 _CUTS = ("need_top_k_sampling", "need_top_p_sampling", "need_min_p_sampling")
+"""Attributes of SGLang's sampling parameters: whether any request of the batch sets `top_k`, `top_p` or `min_p`."""
 _TOLERANCE = 0.01
+"""Largest difference from 1 of the sum of a row of probabilities."""
 _OF_DRAFTS = ("compute_spec_logprobs", "compute_spec_v2_logprobs")
 """Functions of SGLang 0.5.23 and 0.5.16 that compute log-probabilities of accepted tokens."""
 

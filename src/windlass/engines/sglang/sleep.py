@@ -60,7 +60,7 @@ class RankSaver:
     """Sleep of one rank. SGLang's main loop calls all methods.
 
     Args:
-        rank: the rank; its `sleep` gets the state.
+        rank: this rank. The object records in `rank.sleep` which memory sleeps and whether the weights are lost.
         model: the rank's model.
         outdate: function that makes later requests use no existing entries of the prefix cache.
         obey: function that carries out the order of a request; it may block the main loop.
@@ -85,7 +85,9 @@ class RankSaver:
     # --- messages of SGLang --------------------------------------------------------------------
 
     def release(self, message: Any, updater: Any, carry_out: Callable[[], object]) -> str:
-        """Free the memory of a request's tags; return why the rank refuses, or an empty string.
+        """Pause the scheduler and free the memory of a request's tags. Return an empty string.
+
+        If this rank or another rank refuses (an update runs, for example), free nothing, and return the reason.
 
         Args:
             message: SGLang's request.
@@ -121,7 +123,11 @@ class RankSaver:
         return ""
 
     def resume(self, message: Any, updater: Any, carry_out: Callable[[], object]) -> str:
-        """Map the memory of a request's tags again, and carry out its order; arguments and result as in `release`."""
+        """Map the memory of a request's tags again, carry out the order in the tags, and resume the scheduler if it may run.
+
+        The arguments are those of `release`. Return an empty string; or, if a rank has too little memory, map nothing, let
+        the order's pause fail, and return the reason.
+        """
         given = tuple(message.tags or ())
         order = next((t.removeprefix(_ORDER_TAG) for t in given if t.startswith(_ORDER_TAG)), "")
         if order:
@@ -155,11 +161,14 @@ class RankSaver:
         self._state.caches_nbytes = int(vars(pool).get("mem_usage", 0) * (1 << 30))
 
     def paused(self) -> None:
-        """Record that the scheduler shall stay paused: it got a request to pause."""
+        """Record that the scheduler must stay paused when it may run again, because SGLang got a request to pause."""
         self._runs = False
 
     def continued(self, scheduler: Any) -> None:
-        """Pause the scheduler again after a request to continue, if memory sleeps or the weights are lost."""
+        """Record, after SGLang's request to continue, that the scheduler must run. Pause it again if it may not run yet.
+
+        It may not run while memory sleeps or the weights are lost.
+        """
         self._runs = True
         if self._state.is_at_rest:
             scheduler._engine_paused = True
@@ -170,7 +179,8 @@ class RankSaver:
         """Check that the weights have memory, at the addresses that they had before they slept.
 
         Raises:
-            TransferFailed: they sleep, or a tensor has moved. A round would fill other memory than the engine reads.
+            TransferFailed: the weights sleep, or a tensor has moved, so that a round would fill other memory than the
+                engine reads.
         """
         if WEIGHTS in self._state.asleep:
             raise TransferFailed("the engine fell asleep while the pause began")
@@ -186,10 +196,14 @@ class RankSaver:
     # --- parts ---------------------------------------------------------------------------------
 
     def _tags_of(self, message: Any) -> frozenset[str]:
+        """Return the tags of memory in a request; all tags if the request names none."""
         return frozenset(message.tags or _ORDER) & {*_ORDER}
 
     def _refusal(self, in_round: bool, tags: Collection[str]) -> str:
-        """Return why this rank must not sleep; empty if it may."""
+        """Return the reason why this rank must not sleep; an empty string if it may.
+
+        If the weights would be lost, first search for new mirrors (copies of weights) by their values.
+        """
         if in_round:
             return "an update runs; ask again after its end"
         if WEIGHTS in tags and not self._state.is_lost:
@@ -203,8 +217,8 @@ class RankSaver:
     def _before_loss(self) -> None:
         """Save the tensors that neither an update nor SGLang restores, and record the addresses of all tensors.
 
-        If SGLang keeps a copy of the weights, record their fingerprints in place of saving. If the weights are lost
-        already, record only the addresses.
+        Then set `is_lost`. If SGLang keeps a copy of the weights, save nothing and do not set `is_lost`, but record the
+        fingerprints of all tensors. If the weights are lost already, record only the addresses.
         """
         held = self._walked.held()
         self._places = [(holding, holding.address) for holding in held.values()]
@@ -220,7 +234,7 @@ class RankSaver:
         self._state.is_lost = True
 
     def _after_wake(self) -> None:
-        """Restore the saved tensors, and find out whether SGLang has restored the weights."""
+        """Restore the saved tensors. If SGLang keeps a copy of the weights but has restored other bytes, set `is_lost`."""
         with torch.inference_mode():
             for memory, value in self._saved:
                 memory.copy_(value)
@@ -228,10 +242,11 @@ class RankSaver:
             self._state.is_lost = True
 
     def _shortage(self, tags: Collection[str]) -> str:
-        """Return why there is too little memory to map `tags` again; empty if there is enough."""
+        """Return the reason why the GPU has too little memory to map `tags` again; an empty string if it has enough."""
         return shortage_of(tags, sum(self._nbytes[tag] for tag in tags), free_nbytes())
 
     def _go_on(self, scheduler: Any) -> None:
+        """Resume the scheduler if it is paused, must run, and may run: no memory sleeps and no weights are lost."""
         if self._runs and scheduler._engine_paused and not self._state.is_at_rest:
             go_on(scheduler)
 
@@ -258,7 +273,7 @@ def has_backup() -> bool:
 
 
 def _agreed(updater: Any, refusal: str) -> str:
-    """Return the refusal of this rank, or of any other rank; empty if no rank refuses. Collective."""
+    """Return this rank's refusal, or a text that another rank refuses; an empty string if no rank refuses. Collective."""
     refuses = torch.tensor([bool(refusal)], dtype=torch.int32)
     dist.all_reduce(refuses, dist.ReduceOp.MAX, updater.tp_cpu_group)
     if not refuses.item():
@@ -270,7 +285,9 @@ def _agreed(updater: Any, refusal: str) -> str:
 def install(
     rank: EngineRank, model: torch.nn.Module, outdate: Callable[[], None], obey: Obey
 ) -> RankSaver | None:
-    """Let a `RankSaver` carry out the requests of this process's scheduler; for arguments see there. Idempotent.
+    """Patch this process's scheduler so that a `RankSaver` carries out its requests to sleep and to wake. Idempotent.
+
+    The arguments are those of `RankSaver`. Return the saver.
 
     Return None if the server was started without the memory saver.
     """
@@ -311,10 +328,11 @@ def install(
 
 
 def report_refusals(mixin: Any) -> None:
-    """Patch SGLang's tokenizer manager for requests to sleep and to wake.
+    """Patch the methods of SGLang's tokenizer manager for requests to sleep and to wake.
 
-    It raises ConfigError if a rank refuses. After a request that makes the scheduler run, it passes requests to the
-    scheduler again. `mixin` is SGLang's class `TokenizerControlMixin`.
+    A patched method raises ConfigError with the reason if a rank refuses. After a request that makes the scheduler run, the
+    method ends the manager's own pause, so that waiting requests reach the scheduler. `mixin` is SGLang's class
+    `TokenizerControlMixin`.
     """
 
     def asking(name: str) -> Callable[..., Awaitable[None]]:

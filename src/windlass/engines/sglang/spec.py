@@ -302,7 +302,9 @@ def check_server(server: EngineHttp, world_size: int, transport: str = "") -> in
 
 
 def num_replicas(told: Mapping[str, object], dp_size: int) -> int:
-    """Return the number of replicas of a server, from its resolved settings.
+    """Return the number of replicas of a server.
+
+    `told` has the server's resolved settings by name, and `dp_size` is its setting of this name.
 
     Up to SGLang 0.5.21, with `enable_dp_attention`, `dp_size` is the number of attention groups, which share the ranks of
     `tp_size`. Releases with `attn_dp_size` derive `enable_dp_attention` from it, and `dp_size` is the number of replicas.

@@ -27,6 +27,7 @@ SETTINGS = (
 )  # fmt: skip
 """SGLang's settings that may change a layout without changing a size. The captured server and the live server must agree."""
 _ONE = ("pp_size", "dp_size")
+"""Settings that must be 1."""
 _LABELS = ("transformers_version", "_name_or_path")
 """Entries of a model's config.json that do not describe the model."""
 

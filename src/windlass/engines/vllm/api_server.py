@@ -186,13 +186,13 @@ async def join_ranks(
     capture = RankOrder(
         step=RankStep.CAPTURE, settings=settings, token=token, pauses_itself=pauses_itself
     )
-    captured = await _order(engine, capture)
+    captured = await _order_ranks(engine, capture)
     layouts = [msgspec.json.decode(said, type=CapturedLayout) for said in captured]
     check_layouts(settings.name, layouts)
-    await _order(engine, msgspec.structs.replace(capture, step=RankStep.JOIN))
+    await _order_ranks(engine, msgspec.structs.replace(capture, step=RankStep.JOIN))
 
 
-async def _order(engine: Any, order: RankOrder) -> list[str]:
+async def _order_ranks(engine: Any, order: RankOrder) -> list[str]:
     """Send an order to every rank; return `RankAnswer.said` of all ranks, by rank.
 
     `AsyncLLM.collective_rpc` is not enough, because it returns the results of the first replica only.

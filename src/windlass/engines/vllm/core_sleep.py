@@ -4,8 +4,8 @@ vLLM's `/sleep` pauses the scheduler and frees memory in all workers. `/wake_up`
 the scheduler when all memory is back. A round of Windlass can come at any time in between:
 
 - `begin` wakes the weights, before a round writes into them.
-- `go_on` wakes the KV cache if `begin` woke the weights, and resumes the scheduler. If the framework woke the weights
-  itself, it also wakes the KV cache, before or after `go_on`.
+- `go_on` wakes the KV cache if `begin` woke the weights, and resumes the scheduler. A framework that woke the weights
+  itself must also wake the KV cache itself, before or after `go_on`.
 
 While the weights are lost, or a round writes them, the patched `resume_scheduler` only records that the scheduler shall
 resume, and `go_on` resumes it. All functions run in the core's loop, between two steps.
@@ -48,7 +48,11 @@ _turn = _Turn()
 
 @functools.cache
 def keep_lost_weights_paused() -> None:
-    """Patch the EngineCore of this process as the module docstring describes. Idempotent."""
+    """Patch `sleep`, `wake_up` and `resume_scheduler` of this process's EngineCore. Idempotent.
+
+    The patched `sleep` refuses to sleep during a round. The patched `wake_up` wakes memory only if all ranks have enough.
+    The patched `resume_scheduler` does not resume while the weights are lost or a round writes them; see `go_on`.
+    """
     from vllm.v1.engine.core import EngineCore
 
     fall_asleep, awaken = EngineCore.sleep, EngineCore.wake_up
@@ -93,18 +97,19 @@ def may_sleep(core: Any) -> bool:
 
 
 def is_at_rest(core: Any) -> bool:
-    """Return whether memory sleeps, or weights are lost."""
+    """Return whether memory of the server sleeps or its weights are lost, so that its scheduler is paused."""
     return may_sleep(core) and (bool(core.model_executor.is_sleeping) or _is_empty(core))
 
 
 def begin(core: Any, pause_id: str) -> None:
-    """Wake the weights before a round, and keep the scheduler paused until `go_on`.
+    """Wake the weights before a round, if they sleep, and keep the scheduler paused until `go_on`.
 
-    `pause_id` is the pause that the agents wait for; if it is empty, the pause that they ask for now.
+    `pause_id` is the id of the pause that the ranks' agents wait for. If the id is empty, it is the pause that the agents
+    have asked for last.
 
     Raises:
-        RuntimeError: a rank has too little memory, or the engine has woken since its agent asked for the pause. The
-            agents of all ranks get the reason.
+        RuntimeError: a rank has too little memory, or the engine has woken since its agent asked for the pause. Before
+            this function raises, the pause fails in the agents of all ranks, with the same reason.
     """
     try:
         _require_paused(core)
@@ -118,12 +123,16 @@ def begin(core: Any, pause_id: str) -> None:
 
 
 def _require_paused(core: Any) -> None:
+    """Raise RuntimeError unless the scheduler is paused: the server may have woken after its agent asked for the pause."""
     if not core.is_scheduler_paused():
         raise RuntimeError("the engine woke while the round began; the next round updates it")
 
 
 def go_on(core: Any) -> None:
-    """Wake the KV cache and resume the scheduler after a round, if nothing else has to come first. Idempotent.
+    """Wake the KV cache, if `begin` woke the weights, and resume the scheduler after a round. Idempotent.
+
+    Do nothing if the weights are still lost: the round has failed, and the next round fills them. Resume the scheduler only
+    if `begin` woke the weights, or if vLLM was asked to resume during the sleep or the round.
 
     Raises:
         RuntimeError: a rank has too little memory. The caller may repeat the call.
@@ -139,11 +148,17 @@ def go_on(core: Any) -> None:
 
 
 def _is_empty(core: Any) -> bool:
+    """Return whether any rank has slept at level 2 and its weights still sleep or are lost."""
     return _turn.may_be_lost and any(core.collective_rpc(_IS_EMPTY))
 
 
 def _wake(core: Any, tags: Sequence[str]) -> None:
-    """Wake memory on all ranks, if all ranks have enough. Workers do not raise, see `WorkerSleep.wake_up`."""
+    """Wake the memory with these tags on all ranks, if all ranks have enough.
+
+    Raises:
+        RuntimeError: a rank has too little memory (then no rank has woken memory), or a rank failed to wake. The workers
+            return the reason instead of raising; see `WorkerSleep.wake_up`.
+    """
     executor = core.model_executor
     reasons = [reason for reason in core.collective_rpc(_SHORTAGE, args=(tags,)) if reason]
     if reasons:

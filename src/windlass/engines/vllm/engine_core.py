@@ -109,13 +109,17 @@ version.
 ORDERS = "windlass_order"
 """Worker method of our weight-transfer backend; the first argument is a `RankStep`."""
 OWN_VERSIONS = "WINDLASS_VLLM_OWN_VERSIONS"
+"""Environment variable. If it is set, Windlass records the weight versions of tokens also with vLLM 0.32."""
 SPANS = "weight_versions"
 """Key in `kv_transfer_params`: a list of spans in the form of vLLM 0.32 and SGLang."""
 _LOOKED_UP, _LOADS_NOTHING = "windlass_looked_up", "windlass_loads_nothing"
+"""Attributes of a vLLM request: its prefix was looked up before; a connector must load no entries for it."""
 _NOTED, _KEPT = "windlass_weight_version", "windlass_weight_versions"
+"""Attributes with the weight version of a scheduled step, and with the spans of a request."""
 SLOW_S = 0.1
 """Longest expected duration of a step, in seconds. If a call waits longer for the core's loop, a warning is logged."""
 NUM_FRAMES = 8
+"""Number of frames of the loop's stack that this warning names."""
 _CALL = object()
 """Kind of our entries in the core's queue. vLLM's own entries have the kind of a client's request."""
 
@@ -144,11 +148,17 @@ class Namespace:
         return self._name
 
     def weights_of(self, request: Any) -> str:
-        """Return the identity of the weights that computed all entries of a request; empty if an update came between them."""
+        """Return the identity of the weights that computed all cache entries of a request.
+
+        Return an empty string if an update came between the entries, so that weights of several versions computed them.
+        """
         return self.weights if (request.cache_salt or "").startswith(self._name) else ""
 
     def salt(self, own: str | None) -> str:
-        """Return the salt of a new request. `own` is the salt that the client chose, if any."""
+        """Return the salt of a new request, with the current namespace. `own` is the salt that the client chose, if any.
+
+        After the first call, `enter` changes the salts of requests.
+        """
         self._has_salted = True
         return self._name + (own or "")
 
@@ -183,6 +193,8 @@ class CoreCalls:
 
     def call(self, method: str, args: list[object], deadline_s: float | None) -> None:
         """Run a worker method in the core's loop, and wait for its end. Call this from another thread.
+
+        If the loop does not begin the call within `SLOW_S`, log a warning that names the code that the loop runs.
 
         `deadline_s` is None (no limit) only for a method that blocks until the end of a pause.
 
@@ -266,7 +278,7 @@ def _scheduler(**made_with: Any) -> object:
 
     config = made_with["vllm_config"]
     made = AsyncScheduler if config.scheduler_config.async_scheduling else Scheduler
-    return _noting(made)(**made_with)
+    return _with_version_records(made)(**made_with)
 
 
 @functools.cache
@@ -298,7 +310,9 @@ def keep_caches_apart() -> None:
         if method == ORDERS:
             _prepare_order(core, args[0])
         if method == _HOLDS and kwargs is not None and is_backend_of(core.vllm_config):
-            return _update(core, functools.partial(call, core), timeout, kwargs["update_info"])
+            return _update_in_hold(
+                core, functools.partial(call, core), timeout, kwargs["update_info"]
+            )
         if method == GO_ON:
             go_on(core)
             return []
@@ -320,6 +334,8 @@ def keep_caches_apart() -> None:
 
 def _prepare_order(core: Any, step: str) -> None:
     """Prepare a core for an order to its workers. `step` is the `RankStep` of the order.
+
+    Before a capture, create `own_core.calls` (unless it exists), and clear the encoder cache.
 
     Raises:
         RuntimeError: the server sleeps, so that its workers can neither capture nor register their memory. A join needs
@@ -359,7 +375,8 @@ def load_current_entries(connector: Any, namespace: Namespace) -> None:
 
     A connector that has looked up a request's prefix before the last update may still use the keys of that look-up.
     `Namespace.enter` marks such requests. For them, the patched method reports that no tokens match. It does the same for a
-    request with the address of entries that other weights have computed.
+    request with the address of entries that other weights have computed. When a request finishes, the patched connector adds
+    the identity of the weights to the address of the request's entries.
 
     `connector` is vLLM's `KVConnectorBase_V1`. Idempotent.
     """
@@ -388,7 +405,10 @@ def load_current_entries(connector: Any, namespace: Namespace) -> None:
 
 
 def _with_weights(finished: Callable[..., Any], namespace: Namespace) -> Callable[..., Any]:
-    """Wrap a connector's method so that each address of a request's entries has the identity of the weights."""
+    """Wrap a connector's method `finished`, which returns the address of a finished request's cache entries.
+
+    The wrapper adds the identity of the weights that computed the entries to each returned address.
+    """
 
     def request_finished(request: Any, *blocks: Any) -> tuple[bool, dict[str, Any] | None]:
         is_kept, handover = finished(request, *blocks)
@@ -421,7 +441,7 @@ def _quiesce(
     _drop_encoder_outputs(core)
     if not blocked_s:
         return call((pause_id, "", own_core.namespace.begin()))
-    with _quiesced(core):
+    with _scheduler_paused(core):
         found = call((pause_id, blocked_s, own_core.namespace.begin()))
     _set_version(core, found)
     if rests:
@@ -430,7 +450,7 @@ def _quiesce(
 
 
 def _set_version(core: Any, told: list[int | None]) -> None:
-    """Set the version of later tokens to the version that the workers have returned, if any."""
+    """Set the version of later tokens to the first version in `told`, the workers' results. Do nothing if all are None."""
     version = next((v for v in told if v is not None), None)
     if version is None:
         return
@@ -439,7 +459,7 @@ def _set_version(core: Any, told: list[int | None]) -> None:
         core.set_weight_version(str(version))
 
 
-def _update(
+def _update_in_hold(
     core: Any, call: Callable[..., list[Any]], timeout: float | None, info: dict[str, object]
 ) -> list[Any]:
     """Hold the core's loop while the workers run vLLM's `update_weights`; return the workers' results.
@@ -452,7 +472,7 @@ def _update(
         nonlocal found
         told = {**info, "namespace": namespace}
         if told.pop(WHOLE, False):
-            return int(min(call(_receive, timeout, (told,))))
+            return int(min(call(_receive_in_worker, timeout, (told,))))
         found = call(_HOLDS, timeout, (), {"update_info": told})
         # The client sets the version in its own call at the end of the update.
         return -1
@@ -461,7 +481,7 @@ def _update(
     return found
 
 
-def _receive(worker: Any, info: dict[str, object]) -> int:
+def _receive_in_worker(worker: Any, info: dict[str, object]) -> int:
     """Block a worker until the round of a version has ended, see `receive_weights`. The worker calls this function.
 
     Return the version that the worker then serves, negative for no version.
@@ -472,13 +492,13 @@ def _receive(worker: Any, info: dict[str, object]) -> int:
 
 
 def hold(core: Any, held: Callable[[str], int]) -> None:
-    """Pause vLLM's `EngineCore` between two steps and run `held`. Called in the core's loop.
+    """Pause vLLM's `EngineCore` between two steps, run `held`, and set the version of later tokens. Called in the core's loop.
 
     `held` gets the new cache namespace, blocks the workers while weights change, and returns the version that the engine
-    then serves (negative for no version).
+    then serves (negative to set no version). If the server sleeps, wake its weights first, and the rest afterwards.
     """
     rests = is_at_rest(core)
-    with _quiesced(core):
+    with _scheduler_paused(core):
         if rests:
             begin(core, "")
         _drop_encoder_outputs(core)
@@ -490,12 +510,12 @@ def hold(core: Any, held: Callable[[str], int]) -> None:
 
 
 @contextmanager
-def _quiesced(core: Any) -> Iterator[None]:
-    """Pause the scheduler, and process the results of running steps. Restore the scheduler's state at the end.
+def _scheduler_paused(core: Any) -> Iterator[None]:
+    """Pause the scheduler, process the results of running steps, and run the `with` block. Then restore the scheduler's state.
 
     This function makes the same calls as vLLM's `EngineCoreProc.pause_scheduler` and the core's loop. If the engine has a
-    connector and the block raises nothing, the core's namespace then takes the identity of the weights from the workers. It
-    keeps its identity if the workers name none, or not all the same.
+    connector and the block raises nothing, set `namespace.weights` of the core to the identity that the workers return.
+    Keep the old identity if the workers return none, or several different identities.
     """
     from vllm.v1.core.sched.interface import PauseState
 
@@ -533,7 +553,7 @@ def _drop_encoder_outputs(core: Any) -> None:
         core.model_executor.reset_encoder_cache()
 
 
-def _noting(scheduler: Any) -> Any:
+def _with_version_records(scheduler: Any) -> Any:
     """Return a subclass of a vLLM scheduler class (0.24, 0.32) that records the weight version of every token."""
 
     class NotingScheduler(scheduler):  # type: ignore[misc]

@@ -54,6 +54,9 @@ _log = logging.getLogger(__name__)
 def prepare(args: Any) -> None:
     """Add options to the parsed options of a vLLM server, if WINDLASS_CONTROLLER is set. vLLM's API server calls this.
 
+    Also remove the token from the environment variables of this process, save the key of the server's private routes, and
+    set VLLM_SERVER_DEV_MODE.
+
     If a server has several API servers, their parent process calls this first and passes the options to them.
 
     Raises:
@@ -150,7 +153,9 @@ class Membership:
         await self._behind(scope, receive, join_when_started)
 
     def _protect(self, state: Any) -> App:
-        """Wrap the application in the middleware for private routes and joins. vLLM's server has set `state`.
+        """Return the application in the middleware for private routes and joins. vLLM's server has set `state`.
+
+        Create the `VllmMember`. If WINDLASS_CONTROLLER is a URL, record the member as the one that joins at the start.
 
         Raises:
             WindlassError: see `VllmMember`.

@@ -69,7 +69,7 @@ def capture_rank(
     def load(weights: Iterator[tuple[str, torch.Tensor]]) -> None:
         drafts: list[tuple[str, torch.Tensor]] = []
         if draft is not None:
-            weights = _set_aside(worker, weights, drafts)
+            weights = _collect_draft_tensors(worker, weights, drafts)
         with reloading(model), direct.where_needed(), counted_once(counts):
             worker.reload_weights(weights_iterator=weights, is_checkpoint_format=True)
             if draft is not None and drafts:
@@ -104,7 +104,7 @@ def served_by(worker: Worker) -> torch.nn.Module:
 
 
 def models_of(worker: Worker) -> Sequence[torch.nn.Module]:
-    """Return what `served_by` returns, and the draft model of a rank if no update reaches it."""
+    """Return all models of a rank: the module of `served_by`, and the draft model if updates do not reach it."""
     draft = _any_draft_of(worker)
     if draft is None or draft_follows(worker.vllm_config):
         return (served_by(worker),)
@@ -127,9 +127,10 @@ def _any_draft_of(worker: Worker) -> torch.nn.Module | None:
 
 
 _LAYER = re.compile(r"(?:language_model\.)?model\.(?:language_model\.)?layers\.(\d+)\.")
+"""Beginning of the names of a layer's checkpoint tensors, with the layer's number."""
 
 
-def _set_aside(
+def _collect_draft_tensors(
     worker: Worker,
     weights: Iterator[tuple[str, torch.Tensor]],
     drafts: list[tuple[str, torch.Tensor]],
@@ -163,13 +164,13 @@ def _reload_draft(
     shared = [module for module in draft.modules() if id(module) in of_target]
     with set_current_vllm_config(worker.vllm_config):
         initialize_layerwise_reload(draft)
-        with _passed_by(chain.from_iterable(m.parameters(recurse=False) for m in shared)):
+        with _skipped_by_loaders(chain.from_iterable(m.parameters(recurse=False) for m in shared)):
             cast("Any", draft).load_weights(iter(weights))
         finalize_layerwise_reload(draft, worker.vllm_config.speculative_config.draft_model_config)
 
 
 @contextmanager
-def _passed_by(parameters: Iterable[torch.nn.Parameter]) -> Iterator[None]:
+def _skipped_by_loaders(parameters: Iterable[torch.nn.Parameter]) -> Iterator[None]:
     """Make vLLM's loaders skip `parameters` in the `with` block; restore the parameters' weight loaders afterwards."""
     found = [vars(parameter) for parameter in parameters]
     loaders = [attributes.get("weight_loader") for attributes in found]
@@ -185,6 +186,7 @@ def _passed_by(parameters: Iterable[torch.nn.Parameter]) -> Iterator[None]:
 
 
 _HEAD = "lm_head.weight"
+"""End of the output matrix's name."""
 
 
 def _specs_of(worker: Worker, checkpoint: Path) -> tuple[CheckpointSpec, ...]:
@@ -326,6 +328,7 @@ def _key_of(loader: Any, arguments: inspect.BoundArguments) -> tuple[object, ...
 
 
 _DATA = vars(torch._C.TensorBase)["data"].__get__
+"""Function that torch calls for `tensor.data`."""
 _OF_KERNELS = ("moe_kernel", "moe_quant_config")
 """Attributes of a layer that reference the experts' tensors: the kernel, and the configuration with scales."""
 _RELOAD = "vllm.model_executor.model_loader.reload"

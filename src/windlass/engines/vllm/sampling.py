@@ -20,6 +20,7 @@ from typing import Any
 from windlass.engines.options import options_of
 
 PROCESSED = "processed_logprobs"
+"""Value of `--logprobs-mode` for log-probabilities of the sampled distribution."""
 _SEED, _LOGPROBS_MODE = "--seed", "--logprobs-mode"
 _BITS = 31
 """Number of bits of a seed; numpy accepts at most 32."""

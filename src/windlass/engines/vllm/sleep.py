@@ -29,7 +29,7 @@ WEIGHTS, CACHES = RankSleep.WEIGHTS, "kv_cache"
 
 
 class Allocation(NamedTuple):
-    """Memory that sleeps. `tag` is `WEIGHTS` or `CACHES`, or another tag of vLLM 0.32."""
+    """One allocation that vLLM's sleep mode frees. `tag` is `WEIGHTS` or `CACHES`, or another tag of vLLM 0.32."""
 
     address: int
     nbytes: int
@@ -52,7 +52,7 @@ class WorkerSleep:
 
     Args:
         worker: vLLM's worker.
-        rank: the worker's rank; its `sleep` gets the state.
+        rank: rank of this worker. This object records in `rank.sleep` which memory sleeps.
     """
 
     def __init__(self, worker: Worker, rank: EngineRank) -> None:
@@ -66,19 +66,25 @@ class WorkerSleep:
         worker.sleep, worker.wake_up = self.sleep, self.wake_up
 
     def sleep(self, level: int = 1) -> None:
-        """Free the memory; see vLLM's `Worker.sleep`. At level 2, the values of the weights are lost."""
+        """Free the memory; see vLLM's `Worker.sleep`, and record in `rank.sleep` that it sleeps.
+
+        At level 2, also record that the values of the weights are lost, and save the tensors that no update restores.
+        """
         state = self._rank.sleep
         if level > 1:
             # Set this first: vLLM may fail after it has freed memory.
             state.is_lost = True
-            self._saved = [(memory, memory.to("cpu", copy=True)) for memory in self._others()]
+            self._saved = [
+                (memory, memory.to("cpu", copy=True)) for memory in self._tensors_to_save()
+            ]
         state.asleep = frozenset({WEIGHTS, CACHES})
         self._sleep(level)
 
     def wake_up(self, tags: Collection[str] | None = None) -> None:
-        """Map memory again; see vLLM's `Worker.wake_up`. Memory that is awake stays as it is.
+        """Map memory with these tags (all if None) again; see vLLM's `Worker.wake_up`. Skip memory that is awake.
 
-        Record a failure and do not raise it: if a worker raises, vLLM takes the answers of the other workers for the
+        With the weights, also restore the tensors that `sleep` saved. Record a failure in `RankSleep.failure` and do not
+        raise it: if a worker raises, vLLM takes the answers of the other workers for the
         answers to its next call.
         """
         state, worker = self._rank.sleep, self._worker
@@ -107,15 +113,15 @@ class WorkerSleep:
         state.asleep -= woken
 
     def shortage(self, tags: Collection[str]) -> str:
-        """Return why there is too little memory to wake `tags`; empty if there is enough."""
+        """Return the reason why the GPU has too little memory to wake `tags`; an empty string if it has enough."""
         woken = self._rank.sleep.asleep & {*tags}
         needed = sum(found.nbytes for found in allocations() if found.tag in woken)
         if not needed:
             return ""
         return shortage_of(woken, needed, free_nbytes())
 
-    def _others(self) -> Iterator[torch.Tensor]:
-        """Yield the memory that sleeps and that neither an update nor a calculation after it fills."""
+    def _tensors_to_save(self) -> Iterator[torch.Tensor]:
+        """Yield each tensor that sleeps and that an update neither writes nor computes again."""
         pages = [found for found in allocations() if found.tag == WEIGHTS]
         caches = cache_storages(self._worker)
         held = (held_by(model, caches).values() for model in models_of(self._worker))
@@ -125,13 +131,13 @@ class WorkerSleep:
 
 
 def _sleeps(holding: Holding, pages: list[Allocation]) -> bool:
-    """Return whether a tensor is in memory that sleeps. Without a list of this memory, every tensor may sleep."""
+    """Return whether a tensor is in one of `pages`. Return True if `pages` is empty: every tensor may then sleep."""
     return not pages or any(
         found.address <= holding.address < found.address + found.nbytes for found in pages
     )
 
 
 def install(worker: Any, rank: EngineRank) -> None:
-    """Wrap the worker's sleep mode, if the server was started with it. Idempotent."""
+    """Create the worker's `WorkerSleep`, as `worker.windlass_sleep`, if the server has a sleep mode. Idempotent."""
     if worker.vllm_config.model_config.enable_sleep_mode and not rank.sleep.is_enabled:
         worker.windlass_sleep = WorkerSleep(worker, rank)

@@ -23,11 +23,13 @@ from windlass.errors import ConfigError
 from windlass.net.addresses import split_host_port
 
 ROUTES = "windlass.engines.vllm.generate_route"
+"""Module of the middleware that adds the route `/generate`."""
 PLUGINS, PLUGIN = "vllm.general_plugins", "windlass"
 """Group and name of the entry point of Windlass's plugin for vLLM."""
 RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
 """Values of vLLM's `--max-lora-rank`. vLLM pads an adapter of lower rank with zeros."""
 LOADS_WHILE_IT_RUNS = "VLLM_ALLOW_RUNTIME_LORA_UPDATING"
+"""Environment variable that lets clients of vLLM load and unload adapters."""
 
 RELEASES = EngineReleases(
     name="vLLM",
@@ -297,6 +299,8 @@ def draft_follows(config: Any) -> bool:
 
 def follow_quantised(args: Any) -> None:
     """Make vLLM keep the scales of a checkpoint in block float8 unchanged. `args` are vLLM's `EngineArgs`.
+
+    For such a checkpoint, set VLLM_USE_DEEP_GEMM to 0 in this process's environment, unless the user has set it.
 
     Raises:
         ConfigError: trainers cannot quantise weights as the checkpoint declares, or an option makes vLLM quantise

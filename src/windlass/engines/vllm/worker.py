@@ -48,6 +48,7 @@ from windlass.errors import ConfigError, TransferFailed
 
 logger = logging.getLogger(__name__)
 _MODES: Mapping[PauseMode, str] = {PauseMode.ABORT: "abort", PauseMode.IN_PLACE: "keep"}
+"""Modes of vLLM's `/pause`."""
 _SLEEPS: Mapping[PauseMode, str] = {PauseMode.ABORT: "abort", PauseMode.RETRACT: "keep"}
 """Modes of `/sleep`. With `keep`, vLLM computes the prompts and answers of running requests again after it has woken."""
 
@@ -92,7 +93,7 @@ class VllmApi:
             ConfigError: vLLM has no such mode.
         """
         # Without routes, other modes than `in_place` mean that the trainer calls `/update_weights`.
-        self._rests = self._sleep.is_at_rest and self._pauses(mode)
+        self._rests = self._sleep.is_at_rest and self._pauses_itself(mode)
         if self._rests:
             return True
         if self._server is None:
@@ -107,9 +108,9 @@ class VllmApi:
 
     def blocks(self, mode: PauseMode) -> bool:
         """Return whether to block the main loops instead of calling `/pause`; see `windlass.engines.vllm.engine_core`."""
-        return self._pauses(mode) and self._can_block and not self._rests
+        return self._pauses_itself(mode) and self._can_block and not self._rests
 
-    def _pauses(self, mode: PauseMode) -> bool:
+    def _pauses_itself(self, mode: PauseMode) -> bool:
         """Return whether this rank, and not the trainer, pauses the server in this mode."""
         return mode in (_MODES if self._server is not None else {PauseMode.IN_PLACE})
 
@@ -139,6 +140,7 @@ class VllmApi:
             self._is_blocking = False
 
     def resume(self, deadline_s: float) -> None:
+        """Resume the scheduler; see `EngineApi.resume`. If the server slept, wake the rest of its memory first."""
         if self._rests:
             self._call(GO_ON, [], deadline_s)
             self._rests = False
@@ -175,7 +177,10 @@ class VllmApi:
 
 
 def block_loop(worker: Worker, pause_id: str, deadline_s: float) -> None:
-    """Wait for the GPU, then block this worker's main loop; see `QuiesceGate.block`."""
+    """Wait for the GPU, then block this worker's main loop until the pause ends; see `QuiesceGate.block`.
+
+    If updates change an adapter, first pin the adapter to its slot (`keep_adapter`).
+    """
     rank: EngineRank = worker.windlass_engine_rank
     if torch.cuda.is_available():
         torch.cuda.synchronize()
@@ -270,18 +275,21 @@ class WorkerMethods:
         return self.windlass_engine_rank.in_round
 
     def windlass_shortage(self, tags: list[str]) -> str:
-        """Return why this rank has too little memory to wake `tags`; empty if it has enough."""
+        """Return the reason why this rank has too little memory to wake `tags`; an empty string if it has enough."""
         worker: Worker = self
         if not self.windlass_engine_rank.sleep.is_enabled:
             return ""
         return str(worker.windlass_sleep.shortage(tags))
 
     def windlass_wake_failure(self) -> str:
-        """Return why this rank could not wake its memory; empty if it could."""
+        """Return the reason why this rank could not wake its memory; an empty string if it could."""
         return self.windlass_engine_rank.sleep.failure
 
     def windlass_refuse(self, pause_id: str, reason: str) -> None:
-        """Tell the agent that this rank will not be quiesced. `pause_id` is empty for the pause that it asks for now."""
+        """Let a pause of this rank fail, so that the waiting agent raises TransferFailed with the reason.
+
+        An empty `pause_id` means the pause that the agent has asked for last.
+        """
         self.windlass_engine_rank.gate.fail(pause_id, TransferFailed(reason))
 
     def windlass_set_version(self, version: int) -> int:
@@ -300,7 +308,10 @@ class WorkerMethods:
 
 
 def _carry_out(worker: Worker, order: RankOrder, rank: int) -> str:
-    """Carry out an order in this worker's rank; return the text for `RankAnswer.said`."""
+    """Make this worker's rank capture its layout or join a fleet, as the order says; return the text for `RankAnswer.said`.
+
+    Before a capture, end an update that a trainer has left open, and check settings that would make updates wrong.
+    """
     settings, own = _on_this_host(worker, order.settings), worker.windlass_engine_rank
     if order.step is RankStep.JOIN:
         own.join(settings, rank, order.token or control_token())
@@ -326,7 +337,10 @@ def _carry_out(worker: Worker, order: RankOrder, rank: int) -> str:
 def _api_for(
     worker: Worker, order: RankOrder, settings: AgentSettings
 ) -> Callable[[], EngineApi] | None:
-    """Return a function that creates this rank's `EngineApi`; None if only the trainer can pause the server, by HTTP."""
+    """Return a function that creates this rank's `EngineApi`; None if only the trainer can pause the server, by HTTP.
+
+    The function also sets `RankSleep.ask` of this rank, by which the agent makes the server sleep.
+    """
     core = core_calls() if settings.world_size == 1 else None
     if core is None and not order.pauses_itself:
         return None
