@@ -60,6 +60,7 @@ class Line:
 
 
 ELEMENT = Line(1, 1)
+"""Line of a single element."""
 
 
 @dataclass(slots=True)
@@ -78,6 +79,7 @@ class _Items:
         return len(self.place)
 
     def take(self, index: Int64Array) -> _Items:
+        """Return the boxes with these indices, in this order."""
         return _Items(self.start[index], self.size[index], self.stride[index], self.place[index])
 
 

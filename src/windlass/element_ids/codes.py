@@ -202,9 +202,11 @@ class Codes:
         return np.searchsorted(self.starts, numbers, side="right") - 1
 
     def _indices(self, chosen: frozenset[str]) -> list[int]:
+        """Return the indices in `specs` of the tensors named in `chosen`, in ascending order."""
         return [at for at, spec in enumerate(self.specs) if spec.name in chosen]
 
     def _ordinary(self, first: int, last: int, seed: int, dtype: DType) -> torch.Tensor:
+        """Return the values of `random` for the element numbers [first, last), from a GPU kernel if there is one."""
         kernels, stored = kernels_on(self.device), torch_dtype(dtype)
         if kernels is None or stored not in NAMES:
             return _ordinary(*self._halves(first, last), seed, dtype)

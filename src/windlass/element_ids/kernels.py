@@ -18,6 +18,7 @@ _log = logging.getLogger(__name__)
 NAMES = {torch.bfloat16: "bfloat16", torch.float32: "float32"}
 """dtype -> its name in `kernels.cu`, for the dtypes that the kernels support."""
 _BLOCK = 256
+"""Number of threads of a block."""
 _BLOCKS_PER_MULTIPROCESSOR = 8
 
 
@@ -94,6 +95,7 @@ class Kernels:
         return [value % (1 << 64) for value in sums.tolist()]
 
     def _launch(self, name: str, numel: int, arguments: Sequence[object]) -> None:
+        """Queue a kernel for `numel` elements in torch's current stream."""
         if name not in self._functions:
             self._functions[name] = self._device.function(self._module, name)
         most = self._device.num_multiprocessors * _BLOCKS_PER_MULTIPROCESSOR
@@ -103,6 +105,7 @@ class Kernels:
 
 
 def _address(tensor: torch.Tensor) -> ctypes.c_uint64:
+    """Return a tensor's address as an argument of a kernel."""
     return ctypes.c_uint64(tensor.data_ptr())
 
 

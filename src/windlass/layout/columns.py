@@ -103,14 +103,17 @@ def decode_tables(data: bytes, kind: type[T]) -> T:
 
 
 def _bytes_of(values: npt.NDArray[Any]) -> bytes:
+    """Encode a column for msgspec as its values, row-major."""
     return np.ascontiguousarray(values).tobytes()
 
 
 def _column_of(annotation: type, data: bytes) -> npt.NDArray[Any]:
+    """Decode a flat column for msgspec. `annotation` is the numpy type of the field, which has the dtype."""
     (dtype,) = get_args(get_args(annotation)[1])
     return np.frombuffer(data, np.dtype(dtype).newbyteorder("<"))
 
 
 def _shape(declared: Field[Any], num_rows: int) -> tuple[int, ...]:
+    """Return the shape of a declared column with `num_rows` rows."""
     width = declared.metadata["width"]
     return (num_rows, width) if width else (num_rows,)

@@ -42,6 +42,7 @@ _LARGEST = {
     DType.BFLOAT16: (2 - 2**-7) * 2.0**127,
     DType.FLOAT16: 65504.0,
 }
+"""Floating-point type -> its largest finite number."""
 
 CASTS = tuple(
     (source, target) for source in _LARGEST for target in _LARGEST if source is not target
@@ -55,6 +56,7 @@ become an infinity is an error; see `can_overflow`. A cast to float8 needs scale
 """
 
 CAST_RULE = f"only {', '.join(_LARGEST)} are cast into one another"
+"""Rule for casts, as a part of errors."""
 
 
 def can_overflow(source: DType, target: DType) -> bool:
@@ -63,7 +65,7 @@ def can_overflow(source: DType, target: DType) -> bool:
 
 
 def cast_refusal(source: DType, target: DType) -> str:
-    """Return why elements of `source` cannot be cast to `target`; "" if they can."""
+    """Return the reason why elements of `source` cannot be cast to `target`; "" if they can be cast."""
     if source is target or (source, target) in CASTS:
         return ""
     return f"{CAST_RULE}, got {source} at the source and {target} at the destination"

@@ -40,6 +40,7 @@ from windlass.layout.quantization import QuantizedTensor, scale_shape
 
 MANIFEST_SCHEMA_VERSION = 4
 MAX_DIMS = 5
+"""Maximum number of dims of a tensor."""
 
 
 class Role(StrEnum):
@@ -386,12 +387,14 @@ def _check(manifest: ShardManifest) -> None:
 
 
 def _check_index(what: str, column: Int32Array, count: int) -> None:
+    """Raise ManifestError if an index is not in [0, count). `what` is the beginning of the error's text."""
     wrong = column[(column < 0) | (column >= count)]
     if len(wrong):
         raise ManifestError(f"{what} index of a shard must be in [0, {count}), got {int(wrong[0])}")
 
 
 def _check_boxes(manifest: ShardManifest) -> None:
+    """Raise ManifestError if a box reaches outside its tensor, and UnsupportedLayout if a tensor has too many dims."""
     table, worker = manifest.table, manifest.worker
     for tensor_spec in manifest.tensors:
         if len(tensor_spec.shape) > MAX_DIMS:
@@ -445,6 +448,7 @@ def _refuse_folded(manifest: ShardManifest) -> None:
 
 
 def _is_folded(manifest: ShardManifest, row: int) -> bool:
+    """Return whether two elements of the shard in row `row` share bytes. Compute the address of every byte."""
     table = manifest.table
     itemsize = manifest.parameters[int(table.parameter[row])].dtype.itemsize
     found = np.arange(itemsize, dtype=np.int64)
@@ -454,6 +458,7 @@ def _is_folded(manifest: ShardManifest, row: int) -> bool:
 
 
 def _check_quantized(manifest: ShardManifest) -> None:
+    """Raise ManifestError if a quantised tensor is not a matrix, or its scales are missing or have a wrong shape."""
     shapes = {spec.name: spec.shape for spec in manifest.tensors}
     for declared in manifest.quantized:
         weight, scale = shapes.get(declared.weight), shapes.get(declared.scale)

@@ -18,7 +18,9 @@ from windlass.memory.host import HostBuffer
 from windlass.memory.ranges import joined_ranges
 
 _NUM_TOUCHING = 8
+"""Number of threads that write the pages of a new arena."""
 _TOUCHED_NBYTES = 256 << 20
+"""Bytes that a thread writes at a time."""
 
 
 @final
@@ -72,6 +74,7 @@ class SourceMemory:
         ]
 
     def _reached(self, address: int, kind: MemoryKind) -> int:
+        """Return the address that kernels use for the memory at `address`; raise RegionError if another GPU has the memory."""
         if kind is not MemoryKind.DEVICE:
             return self._device.device_pointer(address)
         if (ordinal := gpu_of(address)) != self._device.ordinal:

@@ -166,6 +166,8 @@ class _DeviceBytes:
 
 @final
 class _CudaCopies(GpuTables):
+    """`PreparedCopies` on a GPU: one table of pieces per pair of dtypes, and words for casts that may overflow."""
+
     def __init__(self, gpu: Gpu, copies: Sequence[StridedCopy], num_multiprocessors: int) -> None:
         super().__init__(gpu)
         self._copies, self._num_multiprocessors = tuple(copies), num_multiprocessors
@@ -212,14 +214,18 @@ class _LinkDigests(GpuTables, Digests[str]):
         return {peer: self._read(peer) for peer in wanted}
 
     @abstractmethod
-    def _queue(self, peer: str) -> None: ...
+    def _queue(self, peer: str) -> None:
+        """Queue the kernels that compute the digest of a peer's link."""
 
     @abstractmethod
-    def _read(self, peer: str) -> str: ...
+    def _read(self, peer: str) -> str:
+        """Return the digest of a peer's link after its kernels have ended; raise TransferFailed if a cast overflowed."""
 
 
 @final
 class _ReceivedDigests(_LinkDigests):
+    """Digests of links at their destination: one `DeviceLink` per peer, which hashes the received bytes in place."""
+
     def __init__(
         self,
         gpu: Gpu,

@@ -43,7 +43,9 @@ if TYPE_CHECKING:
 SCRATCH_NBYTES = 1 << 20
 """Bytes of scratch memory for casting before hashing: small enough to stay in cache between cast and hash."""
 _PER_MAX = 1.0 / 448.0
+"""Reciprocal of the largest finite e4m3 number."""
 _FLOOR = 1e-4
+"""Smallest absolute maximum of a block from which a scale is computed."""
 
 
 @final
@@ -144,6 +146,8 @@ class HostBuffer:
 
 @final
 class _HostCopies(PreparedCopies):
+    """`PreparedCopies` in host memory: pairs of torch views."""
+
     def __init__(self, copies: Sequence[StridedCopy]) -> None:
         self._copies = [
             (
@@ -161,6 +165,8 @@ class _HostCopies(PreparedCopies):
 
 @final
 class _HostDigests(Digests[Key]):
+    """`Digests` in host memory. `digest` is a function that hashes one link or chunk."""
+
     def __init__(self, digest: Callable[[Key], str]) -> None:
         self._digest = digest
 
@@ -177,6 +183,8 @@ class _HostDigests(Digests[Key]):
 
 @final
 class _HostPack:
+    """`LinkPack` in host memory."""
+
     def __init__(
         self, program: LinkProgram, addresses: UInt64Array, places: Sequence[range]
     ) -> None:
@@ -277,6 +285,7 @@ def _hash_source(
 
 
 def _hash_received(program: LinkProgram, addresses: UInt64Array, staging_address: int) -> str:
+    """Return the digest of a link's payload at its destination; see `MemoryOps.received_digests`."""
     digest = new_digest()
     for op in program.ops:
         if op.lands and staging_address:
@@ -309,6 +318,7 @@ def _hash_ranges(addresses: UInt64Array, nbytes: Int64Array) -> str:
 
 
 SHORT_NBYTES = 64
+"""Longest range in bytes that is gathered before hashing."""
 GATHERED = 1 << 16
 """Number of short ranges gathered at a time."""
 

@@ -296,6 +296,7 @@ def _hash_gathered(
     strides_bytes: Sequence[int],
     dtype: DType,
 ) -> None:
+    """Add an array to a digest as `hash_strided` does. First gather its elements, block by block, into scratch memory."""
     import torch
 
     from windlass.memory.torch_dtypes import torch_dtype

@@ -76,6 +76,7 @@ def cut_at_edges(pieces: Pieces, *, local: list[int], remote: list[int]) -> Piec
 
 
 def _cut(pieces: Pieces, addresses: UInt64Array, edges: UInt64Array) -> Pieces:
+    """Cut each piece at the `edges` inside it. `addresses` are the local or the remote addresses of the pieces."""
     local, remote, nbytes = pieces
     first = np.searchsorted(edges, addresses, side="right")
     counts = np.searchsorted(edges, addresses + nbytes, side="left") - first + 1

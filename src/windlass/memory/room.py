@@ -13,6 +13,7 @@ from windlass.memory.cuda.driver import Device
 HOST = "host"
 """Name of host memory in `Room.name`; a GPU's memory has the UUID of the GPU."""
 _LIMITS = ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes")
+"""Files with the memory limit of this process's control group (version 2, version 1)."""
 
 
 class Room(NamedTuple):

@@ -23,8 +23,8 @@ _mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, *(ctypes.c_int,) * 3, ctypes
 class SleepingMemory:
     """Private memory of this process that can lose its pages and get new ones at the same addresses.
 
-    While it sleeps, any access ends this process, and no other process can read or write it. It is the host's
-    counterpart of vLLM's sleep mode and of torch_memory_saver.
+    While the memory sleeps, any access by this process ends the process, and no other process can read or write the memory.
+    vLLM's sleep mode and torch_memory_saver do the same with GPU memory.
 
     Args:
         address, nbytes: whole pages of one private anonymous mapping, such as a `HostBuffer`.
@@ -60,6 +60,11 @@ class SleepingMemory:
             self.is_asleep = False
 
     def _map(self, protection: int, flags: int) -> None:
+        """Replace the mapping at the same addresses by a new one, with this protection and these additional flags of mmap.
+
+        Raises:
+            TransferFailed: the system refused the mapping.
+        """
         found = _mmap(self._address, self._nbytes, protection, _PRIVATE | flags, -1, 0)
         # MAP_FIXED maps exactly at this address or fails, so tensors that point here stay valid.
         if found != self._address:

@@ -28,6 +28,7 @@ Certificate = Mapping[str, object]
 
 
 UNIT_PREFIX = "windlass-"
+"""Text before the role in an organizational unit of a certificate."""
 
 
 class Access(StrEnum):

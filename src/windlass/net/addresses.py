@@ -19,6 +19,7 @@ from windlass.errors import ConfigError, PeerUnreachable
 from windlass.net.tls import is_tls_required
 
 HOST_VARIABLE = "WINDLASS_HOST"
+"""Environment variable with the address, name or network of this host; see `own_address`."""
 LOOPBACK = "127.0.0.1"
 _EPHEMERAL_RANGE = Path("/proc/sys/net/ipv4/ip_local_port_range")
 _USUAL_EPHEMERAL_PORT = 32768
@@ -211,6 +212,11 @@ def is_this_host(url: str) -> bool:
 
 
 def _in_network(wanted: str) -> str:
+    """Return this host's address in the network `wanted`, such as 10.1.0.0/16.
+
+    Raises:
+        ConfigError: `wanted` is not a network, or this host has no address in it.
+    """
     try:
         network = ipaddress.ip_network(wanted, strict=False)
     except ValueError as error:
@@ -226,6 +232,7 @@ def _in_network(wanted: str) -> str:
 
 
 def _source_towards(host: str, port: int) -> str:
+    """Return the source address that packets to `host` would have. Nothing is sent; raise OSError without a route."""
     family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)[0]
     with socket.socket(family, kind, protocol) as probe:
         probe.connect(address)

@@ -81,6 +81,7 @@ class JournalFile(Generic[EntryT]):
 
     @property
     def _replacement(self) -> Path:
+        """Path of the file that `write_replacement` writes."""
         return self.path.with_name(f"{self.path.name}.new")
 
     def encode(self, entry: EntryT) -> bytes:
@@ -211,6 +212,7 @@ class JournalFile(Generic[EntryT]):
 
 
 def _check_is(path: Path, opened: os.stat_result) -> None:
+    """Raise OSError unless the opened file is a regular file and is still at `path`."""
     if not stat.S_ISREG(opened.st_mode):
         raise OSError(errno.EINVAL, "it is not a regular file")
     try:
@@ -230,6 +232,7 @@ def add_checksum(entry: bytes) -> bytes:
 
 
 def _has_checksum(line: bytes) -> bool:
+    """Return whether a line, with its newline, ends with its right checksum."""
     return add_checksum(line[:-CHECKSUM_NBYTES] + b"}") == line
 
 

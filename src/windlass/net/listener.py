@@ -153,6 +153,10 @@ class Listener:
             self._server.close()
 
     def _on_accepted(self, transport: asyncio.Transport, accepted: _Accepted) -> None:
+        """Record a new connection as a stranger, with a timer that drops it, and pass it to aiohttp or begin its TLS handshake.
+
+        If there are too many strangers, or no other file descriptor is left, first drop strangers.
+        """
         key = transport.get_extra_info("socket")
         keep_alive(key)
         if len(self._strangers) >= self._max_strangers or _takes_reserved(key):
@@ -173,6 +177,7 @@ class Listener:
     async def _shake_hands(
         self, transport: asyncio.Transport, accepted: _Accepted, tls: ssl.SSLContext
     ) -> None:
+        """Make the TLS handshake of a connection, and pass the connection to aiohttp. Forget the connection if this fails."""
         try:
             secured = await asyncio.get_running_loop().start_tls(
                 transport, accepted, tls, server_side=True, ssl_handshake_timeout=STRANGER_S
@@ -188,6 +193,7 @@ class Listener:
             self._serve(secured, accepted)
 
     def _serve(self, transport: asyncio.Transport, accepted: _Accepted) -> None:
+        """Pass a connection, and the bytes that have arrived over it, to aiohttp. Abort it if the application has ended."""
         if self._runner.server is None:
             transport.abort()
             return
@@ -204,11 +210,13 @@ class Listener:
             self._drop(key)
 
     def _drop(self, key: object) -> None:
+        """Close the connection of a stranger at once."""
         transport, _ = self._strangers[key]
         self._forget(key)
         transport.abort()
 
     def _forget(self, key: object) -> None:
+        """Remove a connection from the strangers, if it is one, and cancel its timer."""
         _, timer = self._strangers.pop(key, (None, None))
         if timer is not None:
             timer.cancel()

@@ -65,16 +65,20 @@ class RoundId(NamedTuple):
 
 
 class _OfCall(msgspec.Struct, frozen=True):
+    """Message of one call."""
+
     epoch: int
     round: int
     seq: int
 
     @property
     def call_id(self) -> CallId:
+        """Identity of the call."""
         return self.epoch, self.round, self.seq
 
     @property
     def round_id(self) -> RoundId:
+        """Identity of the round to which the call belongs."""
         return RoundId(self.epoch, self.round)
 
 

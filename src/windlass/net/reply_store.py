@@ -65,6 +65,7 @@ class ReplyStore(Generic[ResultT]):
         self._void = self._received
 
     def store(self, reply: Reply[ResultT]) -> None:
+        """Store a reply, so that `lookup` returns it if the same call arrives again."""
         with self._lock:
             self._replies[reply.call_id] = reply
 

@@ -90,6 +90,7 @@ class Session(Generic[CommandT, ResultT]):
             raise PeerUnreachable(f"{self.peer}: connection is closed: {error}") from error
 
     def _note_cut(self) -> None:
+        """Record that this process cut the connection because the peer did not read."""
         self.was_cut = True
 
     async def call(
@@ -163,6 +164,7 @@ class Session(Generic[CommandT, ResultT]):
         self._calls.clear()
 
     async def close(self) -> None:
+        """Close the present connection, if any. Unanswered calls fail only when `detach` is called."""
         if self._socket is not None:
             await close_socket(self._socket)
 
@@ -198,7 +200,7 @@ class Callee(ABC, Generic[CommandT, ResultT]):
     def carry_out(
         self, call: Envelope[CommandT] | UnreadCall, error: Exception | None = None
     ) -> Reply[ResultT]:
-        """Execute a call and return its reply. Blocks until all earlier calls have ended.
+        """Execute a call, store its reply, and return the reply. Blocks until all earlier calls have ended.
 
         A call that was executed before gets the stored reply, and a call that arrives too late gets a failure; neither is
         executed.

@@ -52,9 +52,13 @@ from windlass.net.sockets import (
 _log = logging.getLogger(__name__)
 
 BACKOFF = Backoff(0.1, 5.0)
+"""Pauses between attempts to connect."""
 HEARTBEAT_S = 20.0
+"""Seconds between pings to the server."""
 JOIN_S = 10.0
+"""Maximum seconds that `close` waits for the client's thread."""
 CLOSING_S = 0.01
+"""Seconds that the event loop runs on before it is closed."""
 
 CommandT = TypeVar("CommandT")
 ResultT = TypeVar("ResultT")
@@ -245,6 +249,7 @@ class Client(Callee[CommandT, ResultT], Closing, Generic[CommandT, ResultT, Fram
         return True
 
     def _run_loop(self) -> None:
+        """Run the client in the event loop until it ends, then cancel all other tasks and close the loop. The client's thread."""
         asyncio.set_event_loop(self._loop)
         self._task = self._loop.create_task(self.run())
         try:
@@ -264,6 +269,7 @@ class Client(Callee[CommandT, ResultT], Closing, Generic[CommandT, ResultT, Fram
             self._loop.close()
 
     def _cancel(self) -> None:
+        """Cancel the task of `run`, in the event loop."""
         if self._task is not None:
             self._task.cancel()
 
@@ -274,6 +280,11 @@ class Client(Callee[CommandT, ResultT], Closing, Generic[CommandT, ResultT, Fram
                 future.set_exception(error)
 
     async def _stay_connected(self) -> None:
+        """Connect again after each loss, with pauses. Return when `ended` is done.
+
+        After each loss, make `stored` refuse calls that have not begun (unless `keeps_calls`), call `on_lost`, and set
+        `disconnected`.
+        """
         pauses, give_up_at = BACKOFF.pauses(), self._loop.time() + self._give_up_s
         async with open_http(self._token, to_controller=True) as http:
             while True:
@@ -311,6 +322,13 @@ class Client(Callee[CommandT, ResultT], Closing, Generic[CommandT, ResultT, Fram
                 await asyncio.sleep(next(pauses) * random.uniform(0.5, 1.0))  # noqa: S311
 
     async def _converse(self, http: aiohttp.ClientSession) -> None:
+        """Open one connection, send the first frame, and handle the server's frames until the connection ends.
+
+        Raises:
+            AuthenticationError: the server refused the token.
+            ProtocolError: the server refused this peer, or broke the protocol.
+            PeerUnreachable, aiohttp.ClientError, OSError: the connection could not be opened, or has ended.
+        """
         try:
             socket = await http.ws_connect(
                 self._url + self._path, heartbeat=HEARTBEAT_S, max_msg_size=MAX_PART_NBYTES
@@ -335,6 +353,14 @@ class Client(Callee[CommandT, ResultT], Closing, Generic[CommandT, ResultT, Fram
     async def _on_frame(
         self, socket: aiohttp.ClientWebSocketResponse, parts: PartJoiner, data: bytes
     ) -> None:
+        """Handle a part of a frame. If the frame is complete, begin its call, or pass it to `on_frame`.
+
+        The first frame that is neither a call nor a refusal is the welcome.
+
+        Raises:
+            ProtocolError: the server refused this peer for good, or the first frame cannot be decoded.
+            PeerUnreachable: the server refused this connection, or the frame was damaged.
+        """
         whole = None
         try:
             whole = parts.add(data)
@@ -364,6 +390,7 @@ class Client(Callee[CommandT, ResultT], Closing, Generic[CommandT, ResultT, Fram
             await self._on_welcome(socket)
 
     async def _on_welcome(self, socket: aiohttp.ClientWebSocketResponse) -> None:
+        """Use `socket` as the present connection, set `welcomed`, send all stored replies again, and call the hooks."""
         await self.on_welcome()
         self.disconnected.clear()
         self._socket = socket
@@ -385,6 +412,7 @@ class Client(Callee[CommandT, ResultT], Closing, Generic[CommandT, ResultT, Fram
         task.add_done_callback(self._answers.discard)
 
     async def _answer(self, call: Envelope[CommandT] | UnreadCall, error: Exception | None) -> None:
+        """Execute a call in the executor, and send its reply; see `carry_out`."""
         try:
             reply = await self._loop.run_in_executor(self._executor, self.carry_out, call, error)
         # The executor failed. Without an answer the server would wait until its deadline.

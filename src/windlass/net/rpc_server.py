@@ -191,6 +191,12 @@ async def _first_frame(
 
 
 def _decode(parts: PartJoiner, codec: Codec[T], message: WSMessage, what: str) -> T | None:
+    """Return the frame that a message completes, decoded; None if further parts are missing.
+
+    Raises:
+        ProtocolError: the message is not binary.
+        Garbled: the frame is damaged.
+    """
     if message.type is not WSMsgType.BINARY:
         raise ProtocolError(f"{what}: frames must be binary, got {message.type.name}")
     try:
@@ -203,6 +209,7 @@ def _decode(parts: PartJoiner, codec: Codec[T], message: WSMessage, what: str) -
 async def _refuse(
     socket: web.WebSocketResponse, reason: str, *, final: bool = True, level: int = logging.WARNING
 ) -> None:
+    """Log the reason, and send the peer a refusal. Do nothing more if the peer has disconnected."""
     _log.log(level, "refused: %s", reason)
     try:
         await send_frame(socket, encode(Refused(reason, final)))

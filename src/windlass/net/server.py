@@ -159,6 +159,10 @@ class ControlServer:
 
     @web.middleware
     async def _authenticate(self, request: web.Request, handler: Handler) -> web.StreamResponse:
+        """Call the route's handler if the request has a token whose role may call the route; else answer 401, 403 or 503.
+
+        Make the request's connection a member (see `Listener`), and set `CALLER` to the role.
+        """
         if request.method == "GET" and request.path in self._public:
             return await handler(request)
         role = self._gate.role_of(

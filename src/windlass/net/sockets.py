@@ -109,6 +109,7 @@ async def send_frame(
 
 
 async def _send_part(websocket: WebSocket, part: bytes, cutter: _Cutter) -> None:
+    """Send one WebSocket message; raise ConnectionError if `cutter` has cut the connection meanwhile."""
     try:
         await _within(cutter, websocket.send_bytes(part))
     except (ConnectionError, aiohttp.ClientError):
@@ -137,6 +138,7 @@ def _within(
 
 
 def _parts_of(data: bytes) -> Iterator[bytes]:
+    """Yield a frame in parts, each with its mark; yield a short frame whole and without a mark."""
     if len(data) <= PART_NBYTES:
         yield data
         return
@@ -162,6 +164,7 @@ class PartJoiner:
         self.nbytes = 0
 
     def _drop(self) -> None:
+        """Remove the parts of an incomplete frame."""
         self._parts.clear()
         self.nbytes = 0
 
@@ -222,6 +225,7 @@ def keep_alive(connection: socket.socket | TransportSocket) -> None:
 
 
 def _kept_alive_socket(address: aiohttp.AddrInfoType) -> socket.socket:
+    """Return a new socket for aiohttp, with TCP keepalive."""
     family, kind, protocol, *_ = address
     connection = socket.socket(family, kind, protocol)
     keep_alive(connection)
@@ -308,6 +312,7 @@ class _Cutter:
             self._timer.cancel()
 
     def _cut(self) -> None:
+        """Call `on_cut`, and shut the connection down in both directions."""
         self.has_cut = True
         if self._on_cut is not None:
             self._on_cut()

@@ -27,12 +27,15 @@ from windlass.net.access import Access, Certificate, role_of_certificate
 
 @dataclass(frozen=True, slots=True)
 class _Files:
+    """Paths from the three environment variables; empty for a variable that is not set."""
+
     ca: str
     certificate: str
     key: str
 
 
 def _files() -> _Files:
+    """Return the paths from the environment variables; raise ConfigError if only one of certificate and key is set."""
     files = _Files(
         environment_value(TLS_CA_VARIABLE),
         environment_value(TLS_CERTIFICATE_VARIABLE),
@@ -132,6 +135,11 @@ def _check_controller(certificate: Certificate | None) -> None:
 
 
 def _load(context: ssl.SSLContext, files: _Files, verify: ssl.VerifyMode) -> ssl.SSLContext:
+    """Load the files into a TLS context, and return the context. With authorities, set whether peers need a certificate.
+
+    Raises:
+        ConfigError: a file cannot be used.
+    """
     try:
         if files.certificate:
             context.load_cert_chain(files.certificate, files.key)

@@ -27,6 +27,7 @@ from windlass.planning.routing import Assignment
 from windlass.planning.rows import RowTable, TensorNames
 
 _CHUNK_OPS = 1 << 18
+"""Number of ops that `build_ops` makes at a time."""
 
 Rows = npt.NDArray[np.intp]
 
@@ -272,6 +273,7 @@ def collapse(given: Strided, kept: BoolArray) -> Strided:
 
 
 def _is_row_major(sizes: Int64Array, strides: Int64Array, itemsize: Int64Array) -> BoolArray:
+    """Return, for each of n ops, whether its elements are contiguous in row-major order on the side with these strides."""
     expected = itemsize
     contiguous = np.ones(len(sizes), np.bool_)
     for dim in range(MAX_DIMS - 1, -1, -1):
@@ -349,6 +351,7 @@ def coalesce(ops: OpTable) -> OpTable:
 
 
 def _join_adjacent(ops: OpTable) -> OpTable:
+    """Join consecutive contiguous direct ops that are adjacent at the source and at the destination."""
     if len(ops) < 2:
         return ops
     simple = (ops.mode == CopyMode.DIRECT) & (ops.reason == Reason.CONTIGUOUS)

@@ -130,7 +130,10 @@ class OpTable(Columns):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Link:
-    """All ops from one source to one destination: rows [start, stop) of the plan."""
+    """All ops from one source to one destination: rows [start, stop) of the plan.
+
+    `src` is an index into `TransferPlan.sources`, and `dst` an index into `TransferPlan.destinations`.
+    """
 
     src: int
     dst: int
@@ -185,7 +188,7 @@ class TransferPlan:
         )
 
     def parts(self, *, sending: bool, all_names: bool) -> dict[str, TransferPlan]:
-        """Divide the plan by rank. A part contains the ops of one rank.
+        """Divide the plan by source rank or by destination rank. A part contains the ops of one rank.
 
         Args:
             sending: True for one part per source, False for one part per destination.

@@ -150,7 +150,9 @@ def _pieces(
     names: TensorNames,
     destinations: Sequence[ShardManifest],
 ) -> tuple[Pieces, Holders, Boxes]:
-    """Intersect source boxes with destination boxes, by pattern.
+    """Intersect source boxes with destination boxes: once per pair of patterns, and repeat the result for each tensor.
+
+    A pattern is the set of boxes into which the ranks of one side cut a tensor.
 
     Returns:
         The pieces, the holders of each atom, and the boxes of the destinations.

@@ -124,8 +124,8 @@ class LinkProgram:
     """All ops of one link.
 
     Attributes:
-        peer: the worker at the other end of the link.
-        ops: in plan order, which is also the order of the link's digest.
+        peer: worker at the other end of the link.
+        ops: ops in plan order, which is also the order of the link's digest.
         direct: contiguous runs of the DIRECT ops.
         nbytes: bytes of the payload.
     """
@@ -159,6 +159,7 @@ def bind_links(plan: TransferPlan, *, sending: bool) -> tuple[LinkProgram, ...]:
 
 
 def _check_strides(plan: TransferPlan) -> None:
+    """Raise UnsupportedLayout if a stride is negative or not a multiple of the item size."""
     ops = plan.ops
     for strides, dtype in ((ops.src_strides, ops.src_dtype), (ops.dst_strides, ops.dst_dtype)):
         wrong = ((strides % ITEMSIZES[dtype][:, None] != 0) | (strides < 0)).any(axis=1)
@@ -227,6 +228,7 @@ def _bind_ops(plan: TransferPlan, link: Link) -> Iterator[BoundOp]:
 
 
 def _direct_runs(ops: OpTable, link: Link) -> DirectRuns:
+    """Return the contiguous runs of a link's DIRECT ops, in plan order."""
     rows = np.arange(link.start, link.stop)
     rows = rows[ops.mode[rows] == CopyMode.DIRECT]
     single = rows[ops.run_nbytes[rows] == ops.nbytes[rows]]

@@ -45,6 +45,7 @@ SAMPLE_SHARE = 1 / 64
 rank sends. Sending a byte costs a digest at both ends and a copy, so comparing takes less than
 1 / 64 of the time of an update."""
 NAMED_RANKS = 4
+"""Maximum number of ranks that an error names for each side of a difference."""
 
 HELD = np.dtype(
     [
@@ -107,11 +108,13 @@ def num_pieces(held: StructuredArray) -> Int64Array:
 
 
 def _pieces_per_block(held: StructuredArray) -> Int64Array:
+    """Return the number of pieces that form a block, for each box."""
     pieces: Int64Array = np.maximum(BLOCK_NBYTES // held["row_nbytes"], 1)
     return pieces
 
 
 def _num_blocks(held: StructuredArray) -> Int64Array:
+    """Return the number of blocks of each box."""
     return -(-num_pieces(held) // _pieces_per_block(held))
 
 

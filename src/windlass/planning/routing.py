@@ -21,7 +21,9 @@ from windlass.layout.columns import Columns, Int32Array, Int64Array, column
 Float64Array = npt.NDArray[np.float64]
 
 _MAX_SWEEPS = 500
+"""Maximum number of times that the bytes of all groups are divided again."""
 _TOLERANCE = 1e-5
+"""Change of the loads in one sweep, as a fraction of the largest load, at which the division is good enough."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -97,7 +99,7 @@ def pour(
         moved = 0.0
         for g in several:
             ground = load[indices[g]] - shares[g]
-            share = _level(ground, float(nbytes[g]))
+            share = _divide_evenly(ground, float(nbytes[g]))
             moved = max(moved, float(np.abs(share - shares[g]).max()))
             load[indices[g]] = ground + share
             shares[g] = share
@@ -106,7 +108,7 @@ def pour(
     return shares
 
 
-def _level(ground: Float64Array, total: float) -> Float64Array:
+def _divide_evenly(ground: Float64Array, total: float) -> Float64Array:
     """Divide `total` bytes among n ranks so that their loads become as equal as possible. Return each rank's bytes.
 
     `ground`, (n,), has the loads of the ranks without these bytes.
@@ -138,6 +140,9 @@ def assign(
         shares: bytes that each holder of each group should send, from `pour`.
         min_split_bytes: size of the smallest op that is cut. Only one holder sends a smaller op: the holder whose
             share of the group's bytes contains the middle byte of the op.
+
+    Returns:
+        One row per op, or per part of an op that was cut, with the rank that sends it.
     """
     rank = np.array([of_group[0] for of_group in holders] or [0], np.int64)[group]
     begin, end = np.zeros(len(group), np.int64), units.copy()

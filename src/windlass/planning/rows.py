@@ -44,6 +44,8 @@ class RowTable(ShardTable):
 class TensorNames:
     """Names of both sides and their classes.
 
+    A class stands for one tensor. Names that share their bytes (tied weights) have the same class.
+
     Attributes:
         names: every checkpoint name on either side.
         index: name -> index in `names`.
@@ -134,6 +136,11 @@ def _read_names(
 def _derive_scales(
     destinations: Sequence[ShardManifest], index: dict[str, int], class_of: list[int]
 ) -> frozenset[str]:
+    """Give scales that no source has the class of their weight, in `class_of`. Return the names of these scales.
+
+    Raises:
+        UnsupportedLayout: trainers cannot quantise to the scheme of a weight.
+    """
     derived = set()
     for manifest in destinations:
         for quantized in manifest.quantized:
@@ -164,6 +171,7 @@ def _refuse_ties_of_some(sources: Sequence[ShardManifest], unread: Collection[st
 
 
 def _source_classes(sources: Sequence[ShardManifest], index: dict[str, int]) -> list[int]:
+    """Return the class of each name: the same class for names that a source ties, and -1 for a name that no source has."""
     class_of = [-1] * len(index)
     for manifest in sources:
         for spec in manifest.tensors:
@@ -181,6 +189,11 @@ def _source_classes(sources: Sequence[ShardManifest], index: dict[str, int]) -> 
 def _apply_destination_aliases(
     destinations: Sequence[ShardManifest], index: dict[str, int], class_of: list[int]
 ) -> None:
+    """Give a destination's tied name that no source has the class of the other name, in `class_of`.
+
+    Raises:
+        ManifestError: the sources have two separate tensors of these names.
+    """
     for manifest in destinations:
         for alias, target in manifest.aliases.items():
             of_alias, of_target = class_of[index[alias]], class_of[index[target]]

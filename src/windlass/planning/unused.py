@@ -20,6 +20,7 @@ _MTP_MARK = ".eh_proj.weight"
 """Name of the projection that only an MTP layer has (DeepSeek, GLM):
 `model.layers.61.eh_proj.weight`."""
 _HEADS = ("lm_head.weight", "output.weight", "embed_out.weight")
+"""Ends of the names of output matrices."""
 
 
 def find_unused(

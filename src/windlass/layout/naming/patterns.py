@@ -9,6 +9,7 @@ from dataclasses import dataclass
 NUMBER = re.compile(r"(?<![^.])\d+(?![^.])")
 """A part of a dotted name that is a number."""
 _MOST = 6
+"""Maximum number of patterns in a message."""
 
 _Shape = tuple[int, ...]
 
@@ -181,9 +182,10 @@ def _changes(missing: Mapping[str, _Shape], there: Mapping[str, _Shape]) -> Iter
 def _prefix_change(
     old: str, new: str, missing: Mapping[str, _Shape], there: Mapping[str, _Shape]
 ) -> Iterator[_Change]:
+    """Yield the change of prefix `old` into `new` if it gives every missing tensor a source and is no coincidence."""
     before, after = old and f"{old}.", new and f"{new}."
     pairs = {n: before + n.removeprefix(after) for n in missing if n.startswith(after)}
-    if not _serves(pairs, missing, there):
+    if not _has_every_source(pairs, missing, there):
         return
     tails = patterns_of(name.removeprefix(after) for name in missing)
     num_parts = min(sum(part != "*" for part in tail.split(".")) for tail in tails)
@@ -205,16 +207,18 @@ def _prefix_change(
 def _suffix_change(
     old: str, new: str, missing: Mapping[str, _Shape], there: Mapping[str, _Shape]
 ) -> Iterator[_Change]:
+    """Yield the change of the last part `old` into `new` if it gives every missing tensor a source."""
     before, after = f".{old}", f".{new}"
     pairs = {n: n.removesuffix(after) + before for n in missing if n.endswith(after)}
-    if _serves(pairs, missing, there) and len(patterns_of(missing)) > 1:
+    if _has_every_source(pairs, missing, there) and len(patterns_of(missing)) > 1:
         line = f"name.removesuffix({before!r}) + {after!r} if name.endswith({before!r}) else name"
         yield _Change(pairs, ("",), before, f"lambda name: {line}")
 
 
-def _serves(
+def _has_every_source(
     pairs: Mapping[str, str], missing: Mapping[str, _Shape], there: Mapping[str, _Shape]
 ) -> bool:
+    """Return whether `pairs` has a source of the right shape, in `there`, for every missing tensor."""
     return len(pairs) == len(missing) and all(
         there.get(source) == missing[name] for name, source in pairs.items()
     )

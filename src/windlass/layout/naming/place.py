@@ -114,6 +114,7 @@ class _Part:
     first_expert: int
 
     def tensor(self, index: int, expert: int | None = None) -> str:
+        """Return the checkpoint name of the rule's tensor `index`, for a local expert (by default, the parameter's own)."""
         number = self.match.expert if expert is None else expert
         return self.match.rule.tensors[index].format(
             layer=self.match.layer, expert=self.first_expert + number
@@ -135,6 +136,7 @@ class _Part:
         return PlacedShard(self.tensor(index), (num_rows, *tail), box, at * strides[0], strides)
 
     def even(self, num_rows: int, parts: int) -> int:
+        """Return the number of rows in each of `parts` equal parts; raise ManifestError if the parts are not equal."""
         if num_rows % parts:
             raise ManifestError(
                 f"parameter {self.name!r}: {num_rows} rows must be divisible by {parts}"
@@ -143,6 +145,11 @@ class _Part:
 
 
 def _shards(part: _Part, geometry: Geometry, num_local: int) -> Iterator[PlacedShard]:
+    """Yield the shards of a parameter, by the cut of its rule. `num_local` is the number of experts on this rank.
+
+    Raises:
+        ManifestError: the parameter's shape contradicts the cut.
+    """
     rows, rank, size = part.shape[0], part.rank, part.size
     match part.match.rule.cut:
         case Cut.WHOLE:
@@ -201,6 +208,11 @@ def _interleaved(part: _Part, geometry: Geometry) -> Iterator[PlacedShard]:
 
 
 def _latent(part: _Part, geometry: Geometry) -> PlacedShard:
+    """Return the shard of a latent down-projection, which each rank has as a whole or cut along dim 0.
+
+    Raises:
+        ManifestError: the number of rows fits neither case.
+    """
     tensor, rows = part.tensor(0), part.shape[0]
     for suffix, total in geometry.latent_rows:
         if tensor.endswith(suffix) and rows in (total, total / part.size):

@@ -115,6 +115,7 @@ def compiled(pattern: str) -> re.Pattern[str]:
 
 
 def _generalised(name: str) -> str:
+    """Return a rule's pattern for a parameter's name: the numbers become `{layer}` and `{expert}`."""
     name = re.sub(r"(^|\.)layers\.\d+\.", r"\1layers.{layer}.", name)
     name = re.sub(r"local_experts\.\d+\.", "local_experts.{expert}.", name)
     return re.sub(r"(experts\..*\.(?:weight|bias))\d+$", r"\1{expert}", name)

@@ -61,6 +61,7 @@ def has_driver() -> bool:
 
 
 def _check(code: Any, call: str) -> None:
+    """Raise TransferFailed if the driver function `call` returned an error code."""
     if code:
         _, text = driver().cuGetErrorString(code)
         detail = text.decode() if text else "unknown error"
@@ -223,6 +224,7 @@ class Device:
         self.architecture = f"{major}{minor}"
 
     def _attribute(self, name: str) -> int:
+        """Return an attribute of the GPU, by the driver's name without its prefix."""
         kind = getattr(driver().CUdevice_attribute, f"CU_DEVICE_ATTRIBUTE_{name}")
         return int(_call("cuDeviceGetAttribute", kind, self._device))
 
@@ -339,7 +341,7 @@ class Device:
         The caller unmaps the allocation by `close_handle`.
 
         Args:
-            handle: what the peer's `export` returned.
+            handle: IPC handle that the peer's `export` returned.
         """
         made = driver().CUipcMemHandle()
         # Not every release of cuda-bindings has the field `reserved`.

@@ -174,6 +174,7 @@ class WaitThreads:
         return over
 
     def _serve(self, calls: SimpleQueue[tuple[Callable[[], None], Future[float]]]) -> None:
+        """Make the calls in this thread's queue, one after another, for ever; after each, add the queue to the idle ones."""
         while True:
             wait, over = calls.get()
             began, failure = time.perf_counter(), None

@@ -63,6 +63,7 @@ class GpuTables:
         return loaded
 
     def _allocate(self, nbytes: int) -> int:
+        """Allocate GPU memory and return its address. `close` frees the memory."""
         address = self._gpu.device.allocate(nbytes)
         self._held.append(partial(self._gpu.device.free, address))
         return address

@@ -55,6 +55,7 @@ class PieceKind(NamedTuple):
 
 
 KindOfPieces = tuple[PieceKind, StructuredArray]
+"""(n,) `PIECE` of one kind, with the kind."""
 
 
 def block_tables(
