@@ -26,7 +26,9 @@ if TYPE_CHECKING:
     from windlass.memory.cuda.gpu import Gpu
 
 MIN_TIMEOUT_S = 0.05
+"""Shortest timeout that is passed to torch."""
 BACKLOG = 1024
+"""Number of members whose connections to the store may wait to be accepted."""
 ABORT_S = 2.0
 """Seconds that kernels have to end after their communicator is aborted."""
 
@@ -135,6 +137,12 @@ def join_group(
 
 
 def _agree(store: Any, offer: GroupOffer, rank: int, signature: str, deadline: Deadline) -> None:
+    """Exchange the signatures of all members through the store, and compare them. Collective.
+
+    Raises:
+        PlanError: a member has another signature.
+        RuntimeError: a member did not arrive by the deadline.
+    """
     keys = [f"{offer.name}/agree/{other}" for other in range(len(offer.members))]
     store.set(keys[rank], signature)
     store.wait(keys, timedelta(seconds=max(deadline.remaining_s, MIN_TIMEOUT_S)))
@@ -163,6 +171,12 @@ def _connect(
     deadline: Deadline,
     gpu: Gpu | None,
 ) -> Any:
+    """Return a new process group of gloo or NCCL, with all connections open. Collective.
+
+    Raises:
+        ConfigError: the fabric is NCCL, and torch finds no CUDA device.
+        RuntimeError: the members could not connect by the deadline.
+    """
     from torch.distributed import ProcessGroupGloo
 
     timeout = timedelta(seconds=max(deadline.remaining_s, MIN_TIMEOUT_S))
@@ -189,6 +203,7 @@ def _connect(
 
 
 def _ordinal(gpu: Gpu | None) -> int:
+    """Return the ordinal of a GPU; of torch's current GPU for None."""
     import torch
 
     return torch.cuda.current_device() if gpu is None else gpu.device.ordinal
@@ -400,4 +415,5 @@ def _has_ended(abort: Callable[[], None], deadline_s: float) -> bool:
 
 
 def _first_line(error: Exception) -> str:
+    """Return the first line of an error's text, or the name of its class if the text is empty."""
     return str(error).splitlines()[0][:200] if str(error) else type(error).__name__

@@ -189,6 +189,7 @@ class DiskReceiver:
 
     @staticmethod
     def _explain(path: Path, expected: str) -> None:
+        """Log whether a refused file is damaged, or is as the trainer rank wrote it. `expected` is the file's digest."""
         try:
             found = file_digest(path)
         except OSError as error:

@@ -34,6 +34,7 @@ BLOCK_NBYTES = 8 << 20
 """Maximum size of a block when strided boxes are gathered and written."""
 OWNERS_FOLDER = 0o700
 OWNERS_FILE = 0o600
+"""Modes of folders and files that only their owner can read."""
 _VERSION_FOLDER = re.compile(r"v(\d{8,})")
 
 
@@ -104,7 +105,7 @@ def write_shards(
     try:
         home.mkdir(OWNERS_FOLDER, parents=True, exist_ok=True)
         nbytes, digest = _write_durably(
-            home / name, _content(manifest, shards, entries, addresses, memory)
+            home / name, _file_chunks(manifest, shards, entries, addresses, memory)
         )
         index = DiskIndex(
             version, manifest.worker, name, nbytes, digest, entries, dict(manifest.aliases)
@@ -181,13 +182,14 @@ def prune(folder: Path, version: int, worker: str, keep_versions: int) -> None:
             home.rmdir()
 
 
-def _content(
+def _file_chunks(
     manifest: ShardManifest,
     shards: list[Shard],
     entries: tuple[DiskEntry, ...],
     addresses: tuple[int, ...],
     memory: MemoryOps,
 ) -> Iterator[bytes | memoryview]:
+    """Yield the content of a safetensors file, in chunks. Its tensor number i has the elements of `shards[i]`."""
     parameters = {p.name: (i, p.dtype) for i, p in enumerate(manifest.parameters)}
     header: dict[str, object] = {}
     at = 0
@@ -303,7 +305,7 @@ def read_boxes(
         parameters = {p.name: i for i, p in enumerate(manifest.parameters)}
         for shard in manifest.shards():
             todo = [shard.box]
-            for worker, entry in _found(shard.tensor, holders, indices, manifest):
+            for worker, entry in _entries_of(shard.tensor, holders, indices, manifest):
                 for wanted in list(todo):
                     common = wanted.intersect(entry.box)
                     if common is None or worker in unreadable:
@@ -312,7 +314,7 @@ def read_boxes(
                     dtype = manifest.parameters[position].dtype
                     # Outside of the `try`: a fault of this rank's memory is not a fault of the file.
                     view = memory.view(
-                        addresses[position] + _offset(shard, common),
+                        addresses[position] + _offset_in_parameter(shard, common),
                         common.sizes or (1,),
                         shard.strides_bytes or (dtype.itemsize,),
                         dtype,
@@ -330,6 +332,7 @@ def read_boxes(
 
 
 def _holders(indices: Sequence[DiskIndex]) -> dict[str, list[tuple[str, DiskEntry]]]:
+    """Return checkpoint tensor -> (rank, entry) of each box of the tensor in the files."""
     holders: dict[str, list[tuple[str, DiskEntry]]] = {}
     for index in indices:
         for entry in index.entries:
@@ -337,7 +340,7 @@ def _holders(indices: Sequence[DiskIndex]) -> dict[str, list[tuple[str, DiskEntr
     return holders
 
 
-def _found(
+def _entries_of(
     tensor: str,
     holders: Mapping[str, list[tuple[str, DiskEntry]]],
     indices: Sequence[DiskIndex],
@@ -359,7 +362,8 @@ def _found(
     return [found for name in sorted(tied) for found in holders.get(name, ())]
 
 
-def _offset(shard: Shard, part: Box) -> int:
+def _offset_in_parameter(shard: Shard, part: Box) -> int:
+    """Return the byte offset in the shard's parameter of the first element of `part`, a box inside the shard's box."""
     return shard.offset_bytes + sum(
         (at - start) * stride
         for at, start, stride in zip(

@@ -123,7 +123,7 @@ class PushSender:
                 f"broadcast: bucket must be <= {limit_nbytes} bytes, got {self._nbytes}"
             )
         for offset, tensor in zip(offsets, tensors.values(), strict=True):
-            self._joined().put(0, offset, tensor)
+            self._require_group().put(0, offset, tensor)
         return specs
 
     def send(self, deadline_s: float) -> None:
@@ -133,7 +133,7 @@ class PushSender:
             TransferFailed: the broadcast failed, or did not end within `deadline_s`. The group is then broken.
             ProtocolError: `join` was not called.
         """
-        group = self._joined()
+        group = self._require_group()
         group.start(0, self._nbytes, deadline_s)
         group.finish(0, deadline_s)
         group.drain(deadline_s)
@@ -143,7 +143,8 @@ class PushSender:
         if self._group is not None:
             self._group.abort()
 
-    def _joined(self) -> TorchBroadcastGroup:
+    def _require_group(self) -> TorchBroadcastGroup:
+        """Return the group; raise ProtocolError if `join` was not called."""
         if self._group is None:
             raise ProtocolError(f"group {self.offer.name}: was not formed")
         return self._group
@@ -234,11 +235,11 @@ class PushReceiver:
             signature=signature_of_group(offer, fabric),
             host=self._host,
             deadline=Deadline.after(deadline_s, "join"),
-            gpu=self._begun()[0].gpu,
+            gpu=self._require_update()[0].gpu,
         )
 
     def receive_bucket(self, name: str, tensors: Sequence[WireTensor], deadline_s: float) -> None:
-        """Receive one bucket of whole tensors, and copy this rank's boxes out of it.
+        """Receive one bucket of whole tensors, copy this rank's boxes out of it into the shadow copy, and record them as arrived.
 
         Raises:
             PlanError: a tensor does not belong to this rank's model or has another shape, or its
@@ -251,12 +252,12 @@ class PushReceiver:
         if group is None or group.broken:
             raise TransferFailed(f"group {name}: was not formed, or has failed; form it again")
         try:
-            self._check(tensors)
+            self._check_tensors(tensors)
         except PlanError:
             self._groups.pop(name).abort()
             raise
         offsets, nbytes = wire_offsets(tensors)
-        memory, shadow = self._begun()
+        memory, shadow = self._require_update()
         found = [
             (row, self._box_of(shadow, shard, tensor, group.buffer(0) + offset))
             for tensor, offset in zip(tensors, offsets, strict=True)
@@ -286,7 +287,7 @@ class PushReceiver:
         indices = [_index_of(path) for path in sorted(home.glob("*.safetensors"))]
         if not indices:
             raise TransferFailed(f"disk: {home}: contains no safetensors file")
-        memory, shadow = self._begun()
+        memory, shadow = self._require_update()
         unreadable = read_boxes(home, indices, self._manifest, shadow.addresses, memory)
         if unreadable:
             raise TransferFailed(f"disk: {home}: cannot read {', '.join(sorted(set(unreadable)))}")
@@ -303,7 +304,7 @@ class PushReceiver:
             PlanError: a part of a parameter did not arrive; the live parameters are unchanged.
         """
         self._check_complete()
-        self._begun()[1].copy_over()
+        self._require_update()[1].copy_over()
 
     def verify(self, version: int, expected: Mapping[str, str]) -> tuple[str, ...]:  # noqa: ARG002
         """Check that every part of every parameter has arrived. Return an empty tuple: no link has a wrong digest.
@@ -323,12 +324,14 @@ class PushReceiver:
             self._shadow.close()
             self._shadow = None
 
-    def _begun(self) -> tuple[MemoryOps, ShadowCopy]:
+    def _require_update(self) -> tuple[MemoryOps, ShadowCopy]:
+        """Return the memory and the shadow copy of the update; raise ProtocolError if no update has begun."""
         if self._memory is None or self._shadow is None:
             raise ProtocolError(f"{self._manifest.worker}: no update has begun")
         return self._memory, self._shadow
 
     def _check_complete(self) -> None:
+        """Raise PlanError if a part of a parameter has not arrived in this update."""
         if self._missing:
             missing = sorted(
                 name
@@ -340,7 +343,8 @@ class PushReceiver:
                 f"{missing[0]!r}"
             )
 
-    def _check(self, tensors: Sequence[WireTensor]) -> None:
+    def _check_tensors(self, tensors: Sequence[WireTensor]) -> None:
+        """Raise PlanError if a tensor is not in the engine's model, has another shape, or cannot be cast."""
         shapes = {spec.name: spec.shape for spec in self._manifest.tensors}
         for alias, name in self._manifest.aliases.items():
             shapes[alias] = shapes[name]

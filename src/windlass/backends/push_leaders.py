@@ -48,7 +48,9 @@ from windlass.net.messages import check_name
 REMEMBERED = 4096
 """Number of newest answers that the controller keeps for repeated requests."""
 MAX_CALL_S = 86400
+"""Largest deadline of a call, in seconds."""
 WATCH_EVERY_S = 0.25
+"""Seconds between two checks that the leaders have reported within their leases."""
 
 
 @final
@@ -117,13 +119,14 @@ class PushOrder:
         return self._failure
 
     def fail(self, reason: str) -> None:
-        """Fail all waiting and later calls. Their reason is the `reason` of the first call of this method."""
+        """Fail all waiting and later calls, and wake the waiting ones. If this is called again, the first `reason` stays."""
         self._failure = self._failure or reason
         for turn in self._waiting.values():
             if not turn.done():
                 turn.set_result(None)
 
     def _advance(self) -> None:
+        """Set `_next` to the next call of a leader that has not ended, and wake that call if it waits for its turn."""
         number, leader = self._next
         while not self.over:
             number, leader = (
@@ -321,6 +324,10 @@ class PushUpdates:
         return [web.post("/v1/callback", self._serve)]
 
     async def _serve(self, request: web.Request) -> web.Response:
+        """Carry out a call in a new task, or wait for the task of the same request id, and return the answer.
+
+        Keep the task, so that a repeated request gets the same answer.
+        """
         try:
             asked = msgspec.msgpack.decode(await request.read(), type=CallbackRequest)
             _check(asked)
@@ -340,6 +347,7 @@ class PushUpdates:
         return web.Response(body=msgspec.msgpack.encode(answer))
 
     async def _answer(self, asked: CallbackRequest) -> CallbackAnswer:
+        """Carry out a call within its deadline, and return its answer. If the call fails, mark the running update as failed."""
         push = self._latest
         try:
             async with asyncio.timeout(asked.deadline_s):
@@ -381,6 +389,7 @@ class PushUpdates:
         return ()
 
     def _running(self) -> _Push:
+        """Return the running update; raise RoundAborted if no update is running."""
         if self._latest is None or self._latest.round.report.done():
             raise RoundAborted("callback: no update is under way: call pause_generation first")
         return self._latest
@@ -403,6 +412,10 @@ class PushUpdates:
         return False
 
     async def _begin(self, leader: str, call: PauseCall, deadline_s: float) -> None:
+        """Begin a round, wait until its engines have paused, add its first leader, and start to watch the leases.
+
+        If this fails, give the round up.
+        """
         delivery = PushDelivery()
         begun = await driven.begin(
             self._coordinator, delivery, pause_s=deadline_s, session_s=call.session_s
@@ -437,6 +450,13 @@ class PushUpdates:
             await self._running().call(command, asked.deadline_s)
 
     async def _continue(self, leader: str, version: int, deadline_s: float) -> None:
+        """Record that a leader has sent all its tensors, and wait until the round has ended. The last leader ends the round.
+
+        A negative version makes the update fail.
+
+        Raises:
+            RoundAborted: no update is running, or the version was not published.
+        """
         push = self._running()
         if version < 0:
             push.fail(f"{leader} has no version to publish")
@@ -449,6 +469,7 @@ class PushUpdates:
             raise RoundAborted(f"version {version} was not published: {report.reason}")
 
     async def _end(self, push: _Push, version: int, deadline_s: float) -> None:
+        """After earlier commands, let the round verify and publish the version; or give the round up if the update failed."""
         async with self._lock:
             if reason := push.failure or self._coordinator.run.refusal(version):
                 push.round.give_up(reason)
@@ -457,6 +478,7 @@ class PushUpdates:
 
 
 def _check(asked: CallbackRequest) -> None:
+    """Raise ProtocolError if a name of a request is invalid, or a duration is not in (0, `MAX_CALL_S`]."""
     check_name(asked.request_id, "request_id")
     check_name(asked.leader, "leader")
     seconds = [("deadline_s", asked.deadline_s)]

@@ -39,6 +39,7 @@ from windlass.transfer.relay import RelayNode, RelaySource
 from windlass.transfer.sender import Sender
 
 FENCE_S = 5.0
+"""Deadline in seconds of the fence after a relay in which an upstream lost its connection."""
 
 # --- binding ---------------------------------------------------------------------------------
 
@@ -68,6 +69,7 @@ def find_relay_groups(
 
 
 def _stores_by_kernels(group: Group) -> bool:
+    """Return whether any rank of a group offers a transport that writes by GPU kernels (`strided_stores`)."""
     offers = (offer for agent in group.agents.values() for offer in agent.hello.offers)
     return any(offer.traits.strided_stores for offer in offers)
 
@@ -189,10 +191,10 @@ class RelayDelivery(Delivery):
         ]
 
     def answered(self, worker: str, command: Command, result: Result) -> Findings | None:
-        """Record a member's answer `Relayed` to the command `Relay`, and return its contents; None for another answer.
+        """Record a member's answer `Relayed` to the command `Relay`: its incomplete links, and that it runs no more.
 
-        The contents include ranks that late bytes may still reach, and commands to members that must not wait for
-        this member any more.
+        Return the measures, the links that it has written to other members, the ranks that late bytes may still reach, and
+        commands to members that must not wait for this member any more. Return None for another answer.
         """
         if not isinstance(command, Relay) or not isinstance(result, Relayed):
             return None
@@ -241,6 +243,7 @@ class RelayDelivery(Delivery):
         return self._skip(worker, self._children[worker])
 
     def _skip(self, upstream: str, children: Iterable[str]) -> tuple[Order, ...]:
+        """Return a command `SkipUpstream` for each of `children` that still carries out `Relay`."""
         notice = SkipUpstream(upstream)
         return tuple(
             Order(child, notice, expects_reply=False)

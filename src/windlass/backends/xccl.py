@@ -66,6 +66,7 @@ from windlass.transfer.source import SourceMemory, refuse_transforms
 from windlass.transports.peers import PeerEndpoint
 
 STORE_DEADLINE_S = 60.0
+"""Timeout in seconds of the store that a source hosts."""
 
 
 @final
@@ -304,6 +305,7 @@ class CollectiveSender:
         )
 
     def _forget_packs(self) -> None:
+        """Free the prepared copies into the buckets."""
         for pack in self._packs:
             pack.close()
         self._packs = ()
@@ -347,6 +349,14 @@ class CollectiveReceiver:
         return None
 
     def join(self, offers: Sequence[GroupOffer], deadline_s: float) -> None:
+        """Join the offered group of each source, in the order of the sources' names. Collective.
+
+        Also prepare the copies from the groups' buffers into the parameters or the shadow copy.
+
+        Raises:
+            PlanError: a source offered no group, or a group has nothing for this rank; see also `join_group`.
+            ConfigError, PeerTimeout, TransferFailed: see `join_group`.
+        """
         deadline = Deadline.after(deadline_s, "join")
         worker = self._destination.manifest.worker
         missing = sorted(set(self._destination.programs) - {offer.source for offer in offers})
@@ -432,6 +442,7 @@ class CollectiveReceiver:
             fill.check()
 
     def _leave(self) -> None:
+        """Abort all groups, and free the prepared copies out of their buckets."""
         for _, group in self._groups.values():
             group.abort()
         for fill in itertools.chain.from_iterable(self._fills.values()):
@@ -602,6 +613,7 @@ def signature_of_offer(offer: GroupOffer, source_digest: str, plan: str) -> str:
 
 
 def _narrow(op: BoundOp, dim: int, index: int, count: int) -> BoundOp:
+    """Return the part of an op with the indices [index, index + count) of one dim."""
     sizes = (*op.sizes[:dim], count, *op.sizes[dim + 1 :])
     return replace(
         op,

@@ -113,6 +113,10 @@ def _start_all(towards: str, gpu: int, undo: ExitStack) -> list[OneSidedTranspor
 
 
 def _configs_for(kind: MemoryType, reasons: dict[str, str]) -> list[TransportConfig]:
+    """Return the default configurations of all transports that `auto` may start for a kind of memory.
+
+    For a transport whose package cannot be imported, add the reason to `reasons`, by the transport's name.
+    """
     configs = []
     for name in transport_names():
         try:
@@ -200,6 +204,13 @@ class TransportSet(OneSidedTransport):
     def _joined(
         self, span: tuple[int, int], parts: dict[str, MemoryRegion], refused: RegionError | None
     ) -> MemoryRegion:
+        """Return one region with the rights of all members that registered the range `span`.
+
+        `parts` has the members' regions by name, and `refused` is the error of a member that refused the range.
+
+        Raises:
+            RegionError: peers can write the range through no member.
+        """
         # If a transport has the trait `allocates`, a region without a key is memory that the transport did not allocate.
         # Peers cannot write this region through the transport; it is only a source of writes.
         remotes = [
@@ -243,6 +254,7 @@ class TransportSet(OneSidedTransport):
         member.write(batch, deadline_s=deadline_s)
 
     def fence(self, *, deadline_s: float) -> None:
+        """See `OneSidedTransport.fence`. Fence the members one after another, within one deadline."""
         deadline = Deadline.after(deadline_s, "fence")
         for member in self._members.values():
             member.fence(deadline_s=deadline.remaining_s)

@@ -83,7 +83,7 @@ def choose_transport(
 
 
 def unreachable_reason(endpoint: PeerEndpoint) -> str:
-    """Return why other hosts cannot reach an endpoint, or "" if they can."""
+    """Return the reason why other hosts cannot reach an endpoint (it is a loopback address); "" if they can."""
     address = endpoint.address
     try:
         host = split_host_port(address)[0]
@@ -99,4 +99,5 @@ def unreachable_reason(endpoint: PeerEndpoint) -> str:
 
 
 def _names(offers: Sequence[TransportOffer]) -> str:
+    """Return the names of the offered transports as text."""
     return ", ".join(sorted(offer.transport for offer in offers)) or "none"

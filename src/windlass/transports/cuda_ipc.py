@@ -167,6 +167,11 @@ class CudaIpcTransport(RegionTransport):
 
 
 def _parse_key(key: str) -> tuple[int, int, bytes]:
+    """Return the GPU's ordinal, the region's offset in its allocation, and the IPC handle of the allocation.
+
+    Raises:
+        RegionError: the key is malformed.
+    """
     try:
         ordinal, offset, handle = key.split(":")
         raw = bytes.fromhex(handle)

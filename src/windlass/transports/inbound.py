@@ -25,7 +25,9 @@ Connection = tuple[Hashable, Hashable]
 OPENING = threading.Lock()
 """Lock that a transport holds during its start. A port that opens while the lock is held belongs to this transport."""
 BACKOFF = Backoff(0.001, 0.1)
+"""Pauses between two looks at the sockets that a library must close."""
 MAX_SYN_RETRIES = 127
+"""Largest number of SYN retries that Linux accepts."""
 
 
 def listening_ports() -> frozenset[int]:

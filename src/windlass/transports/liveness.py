@@ -26,7 +26,9 @@ from windlass.transports.peers import PeerEndpoint
 INCARNATION_NBYTES = 16
 """Number of ASCII characters of an incarnation."""
 _MAX_CLIENTS = 4096
+"""Maximum number of connections of a listener; it closes further ones at once."""
 ACCEPT_AGAIN_S = 0.1
+"""Pause in seconds after a failed `accept`."""
 RECONNECT_S = 1.0
 """Longest duration in seconds of one attempt to reconnect, and pause in seconds after a failed attempt."""
 
@@ -88,6 +90,7 @@ class LivenessListener:
         self._clients.clear()
 
     def _serve(self) -> None:
+        """Accept connections, and send the incarnation over each, until `close`. The listener's thread."""
         while True:
             try:
                 client, _ = self._listener.accept()
@@ -174,7 +177,7 @@ class PeerLiveness:
                 return reconnect and self._reconnect()
 
     def _look(self) -> _State:
-        """Return the state of the connection. Store BROKEN in this object, because a socket reports an error only once."""
+        """Return the state of the connection. If it is BROKEN, record this, because a socket reports an error only once."""
         with self._looking:
             state = _State.BROKEN if self._is_broken else _state_of(self._socket)
             self._is_broken = state is _State.BROKEN
@@ -269,7 +272,7 @@ def _connect(endpoint: PeerEndpoint, deadline: Deadline) -> socket.socket:
         raise PeerUnreachable(f"{endpoint.transport}: {error}") from error
     connection = socket.create_connection((host, port), timeout=max(deadline.remaining_s, 0.001))
     try:
-        _check(connection, endpoint, deadline)
+        _check_incarnation(connection, endpoint, deadline)
         connection.setblocking(False)
     # Close the socket after every exception, including KeyboardInterrupt.
     except BaseException:
@@ -278,7 +281,15 @@ def _connect(endpoint: PeerEndpoint, deadline: Deadline) -> socket.socket:
     return connection
 
 
-def _check(connection: socket.socket, endpoint: PeerEndpoint, deadline: Deadline) -> None:
+def _check_incarnation(
+    connection: socket.socket, endpoint: PeerEndpoint, deadline: Deadline
+) -> None:
+    """Receive the listener's incarnation, and compare it with the endpoint's.
+
+    Raises:
+        _OtherProcessError: the incarnations differ.
+        OSError: the incarnation did not arrive by the deadline.
+    """
     answer = b""
     while len(answer) < INCARNATION_NBYTES:
         connection.settimeout(max(deadline.remaining_s, 0.001))
@@ -293,6 +304,7 @@ def _check(connection: socket.socket, endpoint: PeerEndpoint, deadline: Deadline
 
 
 def _state_of(connection: socket.socket) -> _State:
+    """Return the state of a connection over which the listener sends nothing more. Does not block."""
     try:
         ended = connection.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT) == b""
     except BlockingIOError:

@@ -58,6 +58,7 @@ FIRST_PAUSE_S, MAX_PAUSE_S = 20e-6, 1e-3
 """Shortest and longest pause between two checks of a call, for libraries that do not report the end of a call. The
 end of the peer's process ends a pause at once."""
 _CAP_IPC_LOCK = 14
+"""Number of the Linux capability to lock any amount of memory."""
 
 
 class NetworkConfig(TransportConfig, frozen=True):
@@ -323,7 +324,10 @@ class NetworkPeer(ABC):
             pause_s = min(pause_s * 2, MAX_PAUSE_S)
 
     def _failure(self, call: NativeCall, outcome: Outcome, deadline: Deadline) -> TransferError:
-        """Return the exception for a call whose outcome is not DONE. Unless the call never began, give it up."""
+        """Return the exception for a call whose outcome is not DONE.
+
+        Give the call up (record it in `_given_up`), unless it never began or the peer has refused it.
+        """
         purpose, failed = deadline.purpose, outcome is Outcome.FAILED
         if failed and self._has_refused(call, deadline):
             return TransferFailed(
@@ -354,6 +358,7 @@ class NetworkPeer(ABC):
             return error(f"{purpose}: {why}")
 
     def _crowded_out(self, deadline: Deadline) -> TransferFailed:
+        """Return the error for a write that other writes to the peer kept from beginning."""
         return TransferFailed(
             f"{deadline.purpose}: other writes took all of the deadline of {deadline.seconds} s; "
             "this write did not begin"
@@ -364,6 +369,7 @@ class NetworkPeer(ABC):
         return False
 
     def _end(self, call: NativeCall) -> None:
+        """Record that no thread follows a call any more, and wake threads that wait for the end of calls."""
         with self._ended:
             call.stop_waiting()
             self._under_way.discard(call)
@@ -513,6 +519,7 @@ class NetworkTransport(RegionTransport, Generic[PeerT]):
         return found
 
     def _refuse_closed(self, deadline: Deadline) -> None:
+        """Raise TransferFailed if the transport is closed."""
         if self._closed:
             raise TransferFailed(f"{deadline.purpose}: the transport is closed")
 

@@ -24,6 +24,7 @@ from windlass.transports.peers import PeerEndpoint
 from windlass.transports.sharing import share
 
 MAX_IOVECS = 1024
+"""Maximum number of pieces of a system call."""
 MAX_CALL_NBYTES = 64 << 20
 """Largest number of bytes per system call; it limits how far one call can exceed a deadline."""
 MIN_THREAD_NBYTES = 1 << 20
@@ -40,9 +41,10 @@ for _native in (_process_vm_writev, _process_vm_readv):
     _native.argtypes = [ctypes.c_int, *(ctypes.c_void_p, ctypes.c_ulong) * 2, ctypes.c_ulong]
 
 
-def _called(
+def _call_native(
     native: ctypes._NamedFuncPointer, pid: int, ours: UInt64Array, theirs: UInt64Array
 ) -> int:
+    """Make one system call, and return the number of bytes copied; see `Call`. `native` is the function of libc."""
     done = int(native(pid, ours.ctypes.data, len(ours), theirs.ctypes.data, len(theirs), 0))
     if done < 0:
         number = ctypes.get_errno()
@@ -50,8 +52,8 @@ def _called(
     return done
 
 
-writev: Call = partial(_called, _process_vm_writev)
-readv: Call = partial(_called, _process_vm_readv)
+writev: Call = partial(_call_native, _process_vm_writev)
+readv: Call = partial(_call_native, _process_vm_readv)
 
 
 def copy_process_memory(
@@ -74,7 +76,7 @@ def copy_process_memory(
     merged = merge_adjacent(*pieces)
     total = int(merged[2].sum())
     num_parts = max(min(num_threads, total // MIN_THREAD_NBYTES), 1)
-    parts = list(_shares(merged, total, num_parts))
+    parts = list(_divide(merged, total, num_parts))
     jobs = [partial(_copy_part, call, pid, *part, deadline) for part in parts]
     share(jobs, helpers, len(jobs) - 1)
 
@@ -110,7 +112,7 @@ def _copy_part(
                     vectors[0, 1] -= head
 
 
-def _shares(pieces: Pieces, total: int, num_parts: int) -> Iterator[Pieces]:
+def _divide(pieces: Pieces, total: int, num_parts: int) -> Iterator[Pieces]:
     """Divide pieces into `num_parts` parts of similar size, and cut pieces that are too large for one call."""
     limit = min(MAX_CALL_NBYTES, -(-total // num_parts))
     local, remote, nbytes = split_pieces(*pieces, limit)

@@ -59,12 +59,16 @@ _log = logging.getLogger(__name__)
 MARGIN_S, MARGIN_SHARE = 0.5, 0.2
 """Time of a deadline that the reader leaves for its answer: at most `MARGIN_S`, and at most this share."""
 MAX_PIECES = 1 << 24
+"""Maximum number of pieces of a request."""
 MAX_ANSWER_NBYTES = 1 << 16
 HEAD_S = 5.0
 """Seconds within which a writer must send the head of its request, which has the deadline of the rest."""
 ANSWER_S = 5.0
+"""Seconds within which a writer must take the answer."""
 CLOSE_S = 10.0
+"""Seconds that `close` waits for running reads."""
 MAX_EXPORTED_NBYTES = 1 << 24
+"""Maximum size of the exported memory's description in a request."""
 HEAD = struct.Struct("<QdQ")
 """Number of pieces, seconds that the reader may take, and bytes of exported memory (`GpuReads.exports`), which follow.
 Then three columns of uint64 follow: addresses in the reader's process, addresses in the writer's process, and sizes."""
@@ -149,7 +153,7 @@ class PullTransport(RegionTransport):
         return WireReport("pull", "process_vm_readv", f"pid {self._endpoint.address}")
 
     def fence(self, *, deadline_s: float) -> None:
-        """Wait until no read for a writer runs any more. A request of a writer that has ended is not carried out.
+        """Wait until this process no longer reads bytes for any writer. It carries out no request of a writer that has ended.
 
         Raises:
             TransferFailed: a read still runs, or a copy by the GPU missed its deadline and may still write.
@@ -195,12 +199,14 @@ class PullTransport(RegionTransport):
                 check_alive(peer)
                 kind = TransferFailed if isinstance(error, TimeoutError) else PeerUnreachable
                 raise kind(f"pull: pid {pid} did not take the request: {error}") from error
-            answer = self._answer_of(line, batch, deadline)
+            answer = self._receive_answer(line, batch, deadline)
         check_alive(peer)
         if answer.error:
             raise _ERRORS.get(answer.error, TransferFailed)(answer.text)
 
-    def _answer_of(self, line: socket.socket, batch: WriteBatch, deadline: Deadline) -> _Answer:
+    def _receive_answer(
+        self, line: socket.socket, batch: WriteBatch, deadline: Deadline
+    ) -> _Answer:
         """Wait for the reader's answer.
 
         Raises:
@@ -247,7 +253,7 @@ class PullTransport(RegionTransport):
         """Read the pieces of one request, and answer. Close the connection only after the last byte has been read."""
         with line:
             try:
-                pieces, exported, deadline = _request_of(line)
+                pieces, exported, deadline = _receive_request(line)
                 self._read(line, pieces, exported, deadline)
                 answer = _Answer()
             except TransferError as error:
@@ -303,7 +309,7 @@ class PullTransport(RegionTransport):
         return self._gpu is not None and self._gpu.gpu.is_late
 
 
-def _request_of(line: socket.socket) -> tuple[Pieces, bytes, Deadline]:
+def _receive_request(line: socket.socket) -> tuple[Pieces, bytes, Deadline]:
     """Receive a request; return its pieces (here, at the writer, sizes), the exported memory, and the deadline.
 
     Raises:
@@ -311,7 +317,7 @@ def _request_of(line: socket.socket) -> tuple[Pieces, bytes, Deadline]:
         ProtocolError: the request is too large or has no deadline.
         TransferFailed: the request was not whole by its deadline.
     """
-    head = _exactly(line, HEAD.size, Deadline.after(HEAD_S, "pull: head of a request"))
+    head = _receive_exactly(line, HEAD.size, Deadline.after(HEAD_S, "pull: head of a request"))
     num_pieces, seconds, num_exported = HEAD.unpack(head)
     is_small = num_pieces <= MAX_PIECES and num_exported <= MAX_EXPORTED_NBYTES
     if not is_small or not 0 <= seconds < 1e6:
@@ -319,13 +325,19 @@ def _request_of(line: socket.socket) -> tuple[Pieces, bytes, Deadline]:
             f"pull: a request must have at most {MAX_PIECES} pieces and a deadline, got {num_pieces} and {seconds} s"
         )
     deadline = Deadline.after(seconds, "pull")
-    exported = _exactly(line, num_exported, deadline)
-    data = _exactly(line, 24 * num_pieces, deadline)
+    exported = _receive_exactly(line, num_exported, deadline)
+    data = _receive_exactly(line, 24 * num_pieces, deadline)
     columns = np.frombuffer(data, np.uint64).reshape(3, num_pieces)
     return (columns[0], columns[1], columns[2]), exported, deadline
 
 
-def _exactly(line: socket.socket, nbytes: int, deadline: Deadline) -> bytes:
+def _receive_exactly(line: socket.socket, nbytes: int, deadline: Deadline) -> bytes:
+    """Receive and return `nbytes` bytes.
+
+    Raises:
+        OSError: the writer closed the connection before.
+        TransferFailed: the bytes did not arrive by the deadline.
+    """
     data = bytearray(nbytes)
     view, done = memoryview(data), 0
     while done < nbytes:

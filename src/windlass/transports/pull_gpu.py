@@ -110,6 +110,7 @@ class GpuReads:
 
 
 def _decoded(exported: bytes) -> list[_Exported]:
+    """Decode the result of `GpuReads.exports`; raise ProtocolError if this is impossible."""
     try:
         found = msgspec.msgpack.decode(exported, type=list[_Exported])
     except DECODE_ERRORS as error:

@@ -52,9 +52,11 @@ class RegionTransport(OneSidedTransport):
         return regions
 
     def _region(self, span: tuple[int, int], key: str) -> MemoryRegion:
+        """Return the description of a registered range (address, nbytes) and of the right to write it."""
         return MemoryRegion(*span, RemoteRegion(self._endpoint, *span, key))
 
     def unregister(self, region: MemoryRegion, released: Callable[[], None] | None = None) -> None:
+        """See `OneSidedTransport.unregister`. If an unfinished call uses the region, store `released` for a later `write`."""
         with self._lock, self._current():
             self.table.remove(region)
             later = [free for free in (self._unregister(region), released) if free is not None]
@@ -70,7 +72,7 @@ class RegionTransport(OneSidedTransport):
                 )
 
     def write(self, batch: WriteBatch, *, deadline_s: float) -> None:
-        """See `OneSidedTransport.write`. Afterwards, free unregistered regions that no unfinished call uses any more."""
+        """See `OneSidedTransport.write`. Afterwards, call the stored `released` of regions that no unfinished call uses any more."""
         name = self._endpoint.transport
         check_batch(self.table, batch, name)
         deadline = Deadline.after(deadline_s, f"{name} write to {batch.endpoint.address}")

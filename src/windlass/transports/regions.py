@@ -18,6 +18,7 @@ from windlass.layout.columns import UInt64Array
 from windlass.transports.base import MemoryRegion, WriteBatch
 
 MAX_ADDRESS = 1 << 63
+"""Address below which each region must end."""
 _ADDRESS = attrgetter("address")
 
 
@@ -76,6 +77,7 @@ class RegionTable:
         del self._regions[slot]
 
     def clear(self) -> None:
+        """Remove all regions."""
         self._regions = []
 
     def spans(self) -> list[tuple[int, int]]:
@@ -85,6 +87,7 @@ class RegionTable:
 
 
 def _check_apart(span: tuple[int, int], other: tuple[int, int], what: str) -> None:
+    """Raise RegionError if two ranges (address, nbytes) overlap. `what` describes `other` in the error."""
     (start, nbytes), (other_start, other_nbytes) = span, other
     if start < other_start + other_nbytes and other_start < start + nbytes:
         raise RegionError(

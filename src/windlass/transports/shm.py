@@ -49,6 +49,7 @@ SMALL_NBYTES = 128 << 10
 """Size of a piece below which the copy keeps the GIL. If another Python thread is busy, waiting for
 the GIL after each small piece would cost more than the copy."""
 _KEY = re.compile(r"(\d{1,9}):([0-9a-f]{16}):(\d{1,19})", re.ASCII)
+"""Key of a region: the owner's file descriptor, the segment's token, and the region's offset in the segment."""
 
 
 _memmove_holding_lock = ctypes.PYFUNCTYPE(
@@ -106,6 +107,7 @@ class ShmTransport(RegionTransport):
         return segment.address
 
     def release(self, address: int) -> None:
+        """See `MemoryAllocator.release`. The kernel frees the memory when no peer maps it."""
         with self._lock:
             segment = self._segments.get(address)
             if segment is None:
@@ -165,6 +167,7 @@ class ShmTransport(RegionTransport):
 
 
 def _copy(local: UInt64Array, target: UInt64Array, nbytes: UInt64Array, deadline: Deadline) -> None:
+    """Copy pieces in this thread; raise TransferFailed if the deadline passes between two copies."""
     pieces = split_pieces(*merge_adjacent(local, target, nbytes), MAX_COPY_NBYTES)
     for source, to, count in zip(*(column.tolist() for column in pieces), strict=True):
         deadline.check_before_more()
@@ -221,6 +224,7 @@ class _OwnedSegment:
 
 
 def _available_nbytes() -> int:
+    """Return the bytes of memory that Linux reports as available on this host."""
     fields = Path("/proc/meminfo").read_text(encoding="ascii").partition("MemAvailable:")[2]
     return int(fields.split(maxsplit=1)[0]) * 1024
 
@@ -242,6 +246,7 @@ class _MappedSegment:
 
     @property
     def is_released(self) -> bool:
+        """True if the owner has released the segment or has ended."""
         return not _refers_to(self.path, self.target)
 
 
@@ -305,6 +310,7 @@ class _PeerSegments:
 
 
 def _refers_to(path: str, target: str) -> bool:
+    """Return whether the symbolic link `path` exists and contains `target`."""
     with contextlib.suppress(OSError):
         return os.readlink(path) == target
     return False

@@ -66,19 +66,26 @@ from windlass.transports.traits import CEILING_BYTES_PER_S, TransportTraits, Wir
 from windlass.wording import install_command
 
 TOKEN_NBYTES = 16
+"""Size of the random token in a peer's memory by which a writer recognises the peer's process."""
 KEPT_PAGES = 64
 """Number of unused token pages (`_Engine.acquire_page`) of an engine above which the oldest page is used again."""
 PROMPT_S = 2.0
 """Seconds. During a call that takes less time, no timeout of the engine can have passed: all timeouts are >= 5 s."""
 JOIN_S = 1.0
+"""Maximum seconds that `MooncakePeer.close` waits for the peer's thread."""
 IDLE_S = 10.0
+"""Seconds without a call after which a peer's thread ends."""
 READS = 4
+"""Maximum number of reads of a token before a peer counts as unreachable."""
 MAX_CALL_NBYTES = 256 << 20
+"""Maximum number of bytes of a native call."""
 REQUEST_NBYTES = 1 << 20
 """Largest size of a piece if there are several NICs: the engine sends each piece through a NIC that it chooses at
 random, so only small pieces use all NICs."""
 _OVERLAP = -7
+"""Mooncake's error code for a range that overlaps a registered one."""
 _OTHER_PROCESS = 1
+"""Result of `MooncakePeer._read_token` if another process has the peer's address."""
 _MAX_KEY_CHARS = 20
 _PAGE = 4096
 """Smallest registration step that a peer's key may contain. Smaller steps could make this process cut pieces into
@@ -287,6 +294,7 @@ class MooncakePeer(NetworkPeer):
         self.perform(partial(self._begin, pieces, reads=True), deadline)
 
     def _begin(self, pieces: Pieces, *, reads: bool = False) -> NativeCall:
+        """See `NetworkPeer._begin`. If `reads`, begin a read of the peer's memory instead of a write."""
         engine, address = self._engine.started.engine, self.endpoint.address
         native = engine.batch_transfer_sync_read if reads else engine.batch_transfer_sync_write
         columns = [column.tolist() for column in pieces]
@@ -311,13 +319,17 @@ class MooncakePeer(NetworkPeer):
         return self._wait(read, deadline) is Outcome.DONE and read.seconds < PROMPT_S
 
     def _wait(self, call: _Call, deadline: Deadline) -> Outcome:
+        """Wait for the end of a call and return its outcome; PENDING at the deadline. See `_follow`."""
         try:
             return self._follow(call, deadline)
         finally:
             self._end(call)
 
     def _read_token(self) -> int:
-        """Read the peer's token. Return 0, `_OTHER_PROCESS` if the memory contains another token, or the error code."""
+        """Read the peer's token. Return 0 if it is the expected token, `_OTHER_PROCESS` if not, or the engine's error code.
+
+        Before the first read, check with a probe that the peer answers.
+        """
         engine = self._engine.started.engine
         if not self._answered:
             # If a peer never answers, the first read from it keeps a lock of the engine for a minute,
@@ -428,6 +440,7 @@ class MooncakeTransport(NetworkTransport[MooncakePeer]):
         super().__init__(endpoint, liveness, step_nbytes, limits)
 
     def _is_rdma(self) -> bool:
+        """Return whether the engine uses RDMA."""
         return self._started.wire == "rdma"
 
     @property
@@ -461,6 +474,7 @@ class MooncakeTransport(NetworkTransport[MooncakePeer]):
         return [self._key_of(nbytes) for _, nbytes in spans]
 
     def _key_of(self, nbytes: int) -> str:
+        """Return the key of a region: the size of its registrations; empty if the region is one registration."""
         return str(self._step_nbytes) if 0 < self._step_nbytes < nbytes else ""
 
     def _unregister(self, region: MemoryRegion) -> None:
@@ -468,6 +482,7 @@ class MooncakeTransport(NetworkTransport[MooncakePeer]):
         self._unpin(region.address, region.nbytes)
 
     def _unpin(self, address: int, nbytes: int) -> None:
+        """Unregister a region with every engine."""
         for engine in self.engines:
             engine.unpin(self._starts(address, nbytes))
 

@@ -70,11 +70,15 @@ _ONE_SIDED = frozenset({"cma", "cuda_ipc", "rc_verbs", "rc_mlx5", "dc_mlx5"})
 _STAGING = "cuda_copy"
 """UCX component that copies between a GPU and its host for wires that cannot access GPU memory."""
 _PROGRESS_REST_US = 100
+"""Microseconds that UCX's progress thread sleeps between two polls."""
 TCP_MARK = new_mark()
 """Number of SYN retries that marks all TCP connections of UCX in this process, see `new_mark`."""
 _FENCES = threading.Lock()
+"""Lock of `_OF_AGENTS_WITH_THEMSELVES`."""
 _OF_AGENTS_WITH_THEMSELVES: dict[TcpFence, frozenset[Connection]] = {}
+"""Fence -> the connection of its agent to itself, from both ends."""
 _BUILDS = ("nixl_cu12", "nixl_cu13")
+"""Packages with NIXL's code, one per version of CUDA."""
 _HEADER = re.compile(r"\| (\S+) .*cfg#\d+ +\|")
 _COMPLAINT = re.compile(r"\bUCX +(?:ERROR|FATAL|WARN|DIAG) +(.*)")
 _NUM_COMPLAINTS = 3
@@ -192,6 +196,7 @@ def may_use_verbs(wire: NixlWire) -> bool:
 
 
 def _has_nics() -> bool:
+    """Return whether this host has an RDMA device."""
     nics = Path("/sys/class/infiniband")
     return nics.is_dir() and any(nics.iterdir())
 
@@ -295,6 +300,7 @@ def _log_file() -> str:
 
 
 def _remove_folder(folder: str, owner: int) -> None:
+    """Delete the folder of UCX's log when the process `owner`, which created the folder, ends."""
     # A forked child must not remove the folder of its parent.
     if os.getpid() == owner:
         shutil.rmtree(folder, ignore_errors=True)

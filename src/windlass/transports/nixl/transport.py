@@ -70,11 +70,13 @@ from windlass.transports.peers import PeerEndpoint, RemoteRegion
 from windlass.transports.traits import CEILING_BYTES_PER_S, TransportTraits, WireReport
 
 LIMITS = Limits(num_pieces=8192, nbytes=128 << 20, piece_nbytes=128 << 20)
+"""Limits of one transfer."""
 OWN_PINNED_NBYTES = 128 << 20
 """Bytes allowed for memory that UCX pins for itself over verbs; 66 MB per agent were measured."""
 CONNECTIONS = 3
 """Number of connections to a peer that one write tries before the peer counts as unreachable."""
 _MAX_KEY_CHARS = 1 << 20
+"""Maximum length of a region's key."""
 _WORD_NBYTES = np.array([8], np.uint64)
 STRANDED: list[object] = []
 """Agents that were closed before their transfers had ended. Freeing such an agent would free memory that a late
@@ -277,6 +279,7 @@ class NixlPeer(NetworkPeer):
                 self._keys[region.key] = tuple(keys)
 
     def _add(self, keys: Sequence[NixlKey]) -> None:
+        """Load keys into NIXL; raise RegionError if NIXL refuses a key, or a key belongs to another process."""
         address = self.endpoint.address
         for key in keys:
             try:
@@ -287,12 +290,14 @@ class NixlPeer(NetworkPeer):
                 raise RegionError(f"nixl: key of {address} belongs to another process")
 
     def _begin(self, pieces: Pieces) -> _Transfer:
+        """See `NetworkPeer._begin`."""
         # All regions of an agent are on one GPU, or all are in host memory. The scratch page has gpu -1, so
         # the maximum is the GPU of the regions.
         gpu = max(key.gpu for keys in self._keys.values() for key in keys)
         return self._post(pieces, (self._agent.gpu, gpu))
 
     def _post(self, pieces: Pieces, gpus: tuple[int, int]) -> _Transfer:
+        """Begin a write to this peer and return it. `gpus`: see `new_write`."""
         return _Transfer(self._agent, self.endpoint.incarnation, pieces, gpus)
 
     def reach(self, deadline: Deadline) -> None:
@@ -474,6 +479,7 @@ class NixlTransport(NetworkTransport[NixlPeer]):
         return partial(self._deregister, self._native.pop(region.address))
 
     def _deregister(self, native: object) -> None:
+        """End a registration; raise TransferFailed if NIXL refuses."""
         try:
             self._agent.native.deregister_memory(native)
         except self._agent.errors as error:
@@ -508,6 +514,11 @@ class NixlTransport(NetworkTransport[NixlPeer]):
         return contextlib.nullcontext() if self._gpu is None else self._gpu.current()
 
     def _register_native(self, spans: Sequence[tuple[int, int]], gpu: int) -> object:
+        """Register ranges in one call, and return NIXL's handle. `gpu` is the GPU of the memory; -1 for host memory.
+
+        Raises:
+            RegionError: the limit of locked memory is too small, or NIXL refuses the ranges.
+        """
         (address, first), total = spans[0], sum(nbytes for _, nbytes in spans)
         if self._gpu is None and may_use_verbs(self._config.wire):
             check_lockable(total + OWN_PINNED_NBYTES, f"register: {address:#x}")
