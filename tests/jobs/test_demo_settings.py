@@ -102,6 +102,11 @@ def test_colocated_engines_pull_and_retract() -> None:
         (("--transport", "shm"), "--transport pull or cma, because others .* got 'p2p' and 'shm'"),
         (("--backend", "disk"), "needs --backend p2p .* got 'disk'"),
         (("--kill-engine-at", "2"), "--kill-engine-at must be 0 with --colocate, .* got 2"),
+        (("--pause-mode", "in_place"), "--pause-mode must be abort or retract .* got 'in_place'"),
+        (
+            ("--engine", "vllm", "--device", "cuda", "--pause-mode", "retract"),
+            "--pause-mode must be abort with --colocate --engine vllm, .* got 'retract'",
+        ),
     ],
 )
 def test_options_that_engines_cannot_sleep_with_are_refused(
@@ -177,7 +182,7 @@ def test_colocated_servers_sleep_on_the_gpus_of_trainers(
     monkeypatch.setenv("WINDLASS_SGLANG_VENV", "/venv")
     job = on_gpus(monkeypatch, gpus, "--engine", engine, "--colocate")
     assert (job.transport, job.trainer.world_size) == ("pull", ranks)
-    assert job.update.pause_mode is PauseMode.RETRACT
+    assert job.update.pause_mode is PauseMode.ABORT
     (section,) = job.engines
     assert section.colocate_with == "trainer-0"
     assert option in section.arguments

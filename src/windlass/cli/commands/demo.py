@@ -327,14 +327,14 @@ def _with_context(arguments: tuple[str, ...], kind: str, context: int) -> tuple[
 
 
 def _pause_mode(args: argparse.Namespace) -> PauseMode:
-    """Return the default pause mode: `in_place` for vLLM on GPUs, `retract` with --colocate, otherwise `abort`.
+    """Return the default pause mode: `in_place` for vLLM on GPUs, `retract` for embedded engines with --colocate, otherwise `abort`.
 
-    SGLang gets `abort` even on GPUs: an answer of SGLang 0.5.16, the release for GPUs, names a single version for all of
+    An update of vLLM cannot retract requests, and SGLang gets `abort` even on GPUs: an answer of SGLang 0.5.16, the release for GPUs, names a single version for all of
     its tokens, which would be wrong if a request continued after an update.
     """
     if args.colocate:
-        # Requests lose their KV cache in each turn, and continue with the next version.
-        return PauseMode.RETRACT
+        # Requests lose their KV cache in each turn. Those of the embedded engine continue with the next version.
+        return PauseMode.RETRACT if args.engine == "embedded" else PauseMode.ABORT
     keeps = args.device == "cuda" and args.engine == "vllm"
     return PauseMode.IN_PLACE if keeps else PauseMode.ABORT
 
@@ -373,6 +373,12 @@ def _check_colocate(args: argparse.Namespace, transport: str) -> None:
         raise ConfigError(
             f"demo: --colocate with --engine {args.engine} needs --backend p2p and --transport {' or '.join(able)}, because "
             f"others need the memory of engines to stay in place, got {args.backend!r} and {transport!r}"
+        )
+    modes = ["abort"] if args.engine == "vllm" else ["abort", "retract"]
+    if args.pause_mode not in {None, *modes}:
+        raise ConfigError(
+            f"demo: --pause-mode must be {' or '.join(modes)} with --colocate --engine {args.engine}, because the KV cache is "
+            f"freed, got {args.pause_mode!r}"
         )
     if args.kill_engine_at:
         raise ConfigError(

@@ -204,7 +204,7 @@ class DemoRecipe(Recipe):
             )
             self._note("all engines are connected for the last version")
         if self._takes_turns:
-            await self._controller.sleep_engines()
+            await self._controller.sleep_engines(config.update.pause_mode)
 
     def _on_update(self, report: UpdateReport) -> None:
         self.clock.updated(report.update_s, report.pause_s)
