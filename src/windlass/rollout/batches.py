@@ -71,18 +71,22 @@ from windlass.rollout.values import ArrayLike, plain_integers, plain_number
 
 _log = logging.getLogger(__name__)
 MAX_WAIT_S = 3600.0
+"""Longest time that a request of a rank waits for its answer."""
 KEPT_STEPS = 2
 """Number of newest batches that the queue keeps, so that a rank can request its shard again."""
 CONTENT_TYPE = "application/msgpack"
 PART_NBYTES = 1 << 20
 """Size above which a shard is encoded in parts; about the size of a part."""
 NBYTES_PER_TOKEN = 16
+"""Assumed encoded size of an output token, for the choice between one part and several parts."""
 MAX_ASKED_STEPS = 1024
 """Largest number of requested future steps that a `BatchQueue` remembers. A further request replaces the oldest one."""
 ASK_EVERY_S = 20.0
 """Seconds after which a waiting rank repeats its request, because some networks drop silent connections."""
 ANSWER_MARGIN_S = 2.0
+"""Seconds that a rank waits for an answer beyond the wait that it requested."""
 BACKOFF = Backoff(0.05, 1.0)
+"""Pauses between the requests of a rank to which the controller gave no usable answer."""
 
 
 def training_samples(group: RolloutGroup, rewards: Iterable[object]) -> tuple[TrainingSample, ...]:
@@ -251,7 +255,9 @@ class BatchQueue:
         return not self._has_answered and 0 < self._world_that_asks <= num_asking
 
     async def put(self, step: int, groups: Iterable[Sequence[TrainingSample]]) -> None:
-        """Add the batch of `step`, and answer all ranks that wait for it.
+        """Add the batch of `step`, wake all ranks that wait for it, and call the `on_put` listeners with its samples.
+
+        Hold large tensors of the samples in this process. Drop the batches before the newest `KEPT_STEPS`.
 
         After `settled` has returned lost samples, put the step again with other groups in their place.
 
@@ -284,7 +290,7 @@ class BatchQueue:
             listener(samples)
 
     async def _held(self, sample: TrainingSample) -> TrainingSample:
-        """Return a sample; hold the elements of its large tensors in this process."""
+        """Return a sample whose large tensors have no elements: `store` holds them until this process drops the sample."""
         if not any(is_large(each, self._inline_nbytes) for each in sample.tensors.values()):
             return sample
         tensors = await self.store.hold(sample.tensors, self._inline_nbytes)
@@ -357,6 +363,8 @@ class BatchQueue:
     ) -> TrainingBatch:
         """Wait until `put` has added the batch of `step`; return the rank's shard of this batch.
 
+        Record the request: this wakes callers of `requested`, and counts the rank as waiting for `all_wait`.
+
         Raises:
             ConfigError: the rank is outside [0, world_size), or the world size does not divide the number of
                 trainer ranks.
@@ -388,6 +396,7 @@ class BatchQueue:
         return TrainingBatch(step, samples, step in self._confirmations)
 
     def _lost_text(self, step: int) -> str:
+        """Return the end of an error text about a step: how many samples lost their tensors; empty for none."""
         lost = self._lost.get(step)
         return f", after the tensors of {len(lost)} samples were lost" if lost else ""
 
@@ -495,6 +504,7 @@ class BatchQueue:
 
 
 async def _no_workers(held: HeldTensor, command: WriteTensors) -> TensorsWritten:  # noqa: ARG001
+    """Raise `PeerUnreachable`. Stand in for the function of `write_with` until that function is set."""
     raise PeerUnreachable(f"worker {held.holder}: this queue has no rollout controller")
 
 

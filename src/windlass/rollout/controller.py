@@ -58,6 +58,7 @@ from windlass.sampling import SamplingParams, is_count
 
 logger = logging.getLogger(__name__)
 MAX_ASSIGNMENTS_PER_DISPATCH = 256
+"""Largest number of attempts that one callback in the event loop assigns to workers, so that other callbacks can run."""
 CLEAN_UP_S = 5.0
 """Seconds that cancelled workflows have to clean up when the controller closes."""
 
@@ -137,6 +138,7 @@ class RolloutController:
         return self
 
     async def __aexit__(self, *_: object) -> None:
+        """Close the controller."""
         await self.close()
 
     async def close(self) -> None:
@@ -638,6 +640,7 @@ class RolloutController:
     # --- workers -------------------------------------------------------------------------
 
     def _worker_joined(self) -> None:
+        """Wake the callers of `wait_for_workers`, and let the event loop assign rollouts to the new worker."""
         self._joined.notify()
         self._schedule_dispatch()
 

@@ -165,6 +165,7 @@ async def write_tensors(
 
 
 async def _written(write: WriteWith, held: HeldTensor, command: WriteTensors) -> TensorsWritten:
+    """Let the holder of `held` write; if its process has ended, return all keys as missing; after a timeout, an error."""
     try:
         return await write(held, command)
     except PeerUnreachable as error:
@@ -191,6 +192,7 @@ class RankTensors(Closing):
     def __init__(self, towards: str, transport: str) -> None:
         self._config, self._towards = parse_transport(transport), towards
         self._transport: OneSidedTransport | None = None
+        # Memory, and a function that returns None if no tensor in the memory is in use.
         self._arenas: list[tuple[Arena, Callable[[], object]]] = []
 
     def fetch(
@@ -248,12 +250,16 @@ class RankTensors(Closing):
         return msgspec.structs.replace(batch, samples=tuple(samples)), ()
 
     def _started(self) -> OneSidedTransport:
+        """Return the transport; create it at the first call."""
         if self._transport is None:
             self._transport = self._config.create(towards=self._towards)
         return self._transport
 
     def _arena(self, transport: OneSidedTransport, nbytes: int) -> Arena:
-        """Return unused memory of at least `nbytes` bytes; free unused memory that is too small or superfluous."""
+        """Remove unused memory of at least `nbytes` bytes from `_arenas`, or make new memory, and return it.
+
+        Free unused memory that is too small, and all but `KEPT_ARENAS` - 1 of the rest.
+        """
         free = [arena for arena, owner in self._arenas if owner() is None]
         self._arenas = [each for each in self._arenas if each[1]() is not None]
         free.sort(key=lambda arena: arena.nbytes)

@@ -146,6 +146,7 @@ class TensorStore(Closing):
         self._closed = False
 
     def __len__(self) -> int:
+        """Return the number of tensors that this process holds."""
         return len(self._held)
 
     @property
@@ -167,6 +168,7 @@ class TensorStore(Closing):
         return found
 
     def _keep(self, tensor: SampleTensor, digest: str) -> SampleTensor:
+        """Store the elements of a tensor under a new random key, for at most `lease_s`; return the tensor without elements."""
         key = secrets.token_hex(16)
         lease = asyncio.get_running_loop().call_later(self._lease_s, self.release, [key])
         self._held[key] = tensor.data, lease
@@ -181,7 +183,11 @@ class TensorStore(Closing):
                 lease.cancel()
 
     def write(self, command: WriteTensors) -> TensorsWritten:
-        """Write tensors into the memory of a trainer rank. Blocks until the last byte has arrived."""
+        """Write tensors into the memory of a trainer rank. Blocks until the last byte has arrived.
+
+        Returns:
+            Keys of tensors that this process does not hold; then nothing is written. Or the text of the error of the write.
+        """
         places = zip(command.keys, command.offsets, strict=True)
         found = [(self._held.get(key), at) for key, at in places]
         missing = tuple(
@@ -198,6 +204,7 @@ class TensorStore(Closing):
         return TensorsWritten()
 
     def _started(self) -> OneSidedTransport:
+        """Return the transport; create it at the first call. Raise `ConfigError` if the holder is closed."""
         if self._closed:
             raise ConfigError("tensors: the holder is closed")
         if self._transport is None:
@@ -227,6 +234,7 @@ def is_large(tensor: SampleTensor, inline_nbytes: int) -> bool:
 
 
 def _digests(parts: Sequence[bytes]) -> list[str]:
+    """Return the digest of each tensor's elements, in order."""
     return [digest_of(part) for part in parts]
 
 
@@ -296,6 +304,7 @@ class References:
             weakref.finalize(held, _call_in, loop, self._gone, known).atexit = False
 
     def _gone(self, held: HeldTensor) -> None:
+        """Count one object of a tensor less; after the last object, call `release`."""
         self._counts[held.key] -= 1
         if self._counts[held.key] <= 0:
             del self._counts[held.key]

@@ -62,8 +62,11 @@ from windlass.sampling import SamplingParams
 
 logger = logging.getLogger(__name__)
 MAX_BACKOFF_S = 2.0
+"""Longest time between a failed attempt and the next attempt of the rollout."""
 WARN_EVERY_S = 10.0
+"""Shortest time between two log lines about failed rollouts."""
 WASTE_EVERY_S = 600.0
+"""Shortest time between two warnings about discarded answers."""
 WASTE_SHARE = 0.5
 """Smallest ratio of discarded to delivered answers at which the controller warns. A lower ratio is normal if a
 rollout takes longer than a training step."""
@@ -200,7 +203,7 @@ class Lifecycle:
         )
 
     def add(self, record: Record, state: State = State.WAITING) -> None:
-        """Add the record of a new or recovered rollout to the table."""
+        """Add the record of a new or recovered rollout to the table in this state, and count it as submitted."""
         self.table.records[record.task_id] = record
         self.table.counts.submitted += 1
         self.table.move(record, state)
@@ -263,7 +266,18 @@ class Lifecycle:
         self.table.move(record, State.PARKED)
 
     def start_attempt(self, record: Record, engine: str, worker: str) -> float:
-        """Admit a rollout and assign its next attempt to a worker; return the attempt's time limit in seconds."""
+        """Admit a rollout, and record that its next attempt runs at a worker. The caller sends the attempt to the worker.
+
+        Write the assignment to the journal, discard a partial answer that is too old, and start the attempt's timers.
+
+        Args:
+            record: the rollout.
+            engine: engine for the attempt.
+            worker: name of the worker.
+
+        Returns:
+            Seconds until the attempt's deadline.
+        """
         self._admit(record)
         record.attempt = max(record.attempt, self.first_attempt) + 1
         record.num_dispatches += 1
@@ -335,7 +349,7 @@ class Lifecycle:
                 self.retry(record, reason, outcome.result, outcome.error_kind)
 
     def _reject(self, record: Record, reason: str) -> None:
-        """Discard an answer that the workflow rejected; fail the rollout after `max_rejections` rejections."""
+        """Count a rejected answer. Generate another answer, or fail the rollout after `max_rejections` rejections."""
         record.rejections += 1
         self.table.counts.rejected += 1
         self.newest_failure = f"rollout {record.task_id}: rejected: {reason}"
@@ -379,7 +393,10 @@ class Lifecycle:
         partial: Partial,
         kind: ErrorKind = ErrorKind.PASSING,
     ) -> None:
-        """Retry a rollout after a backoff, preferably on another engine, or fail the rollout.
+        """Count the failure of an attempt. Retry the rollout after a backoff, preferably on another engine, or fail it.
+
+        A retry moves the rollout to BACKOFF, keeps `partial` if `carry_partial` is set, and starts the timer that queues
+        the rollout again.
 
         The rollout fails if an engine refused the request, after `max_attempts` failures, or after
         `max_same_errors` equal exceptions in a row.
@@ -438,6 +455,7 @@ class Lifecycle:
                 self._resubmit(record)
 
     def _count_failure(self, record: Record, reason: str) -> None:
+        """Count a failure of the rollout, and store its reason in the record and as the newest failure of all rollouts."""
         record.failures += 1
         record.last_error = reason
         self.newest_failure = f"rollout {record.task_id}: {reason}"
@@ -462,12 +480,16 @@ class Lifecycle:
         self._fail(record, RolloutError(f"rollout {record.task_id}: {reason}"))
 
     def _requeue(self, record: Record) -> None:
-        """Queue a rollout again at the end of its backoff."""
+        """Queue a rollout again at the end of its backoff, and let the controller assign it."""
         self.table.move(record, State.QUEUED)
         self._work_changed()
 
     def _accept(self, record: Record, outcome: RolloutOutcome) -> None:
-        """Store the outcome of a successful attempt. Deliver a single rollout; buffer a rollout of a group."""
+        """Store the outcome of a successful attempt, and count its sample as accepted in the staleness policy.
+
+        Deliver a single rollout. Buffer a rollout of a group, write it to the journal, and mark the group as ready if
+        the group is now complete.
+        """
         self._policy.accept()
         self.failed_alike = 0
         record.admitted = False
@@ -485,7 +507,10 @@ class Lifecycle:
         self.ready_if_complete(record.group)
 
     def ready_if_complete(self, group: Group) -> None:
-        """Mark a group as ready if it is complete, and cancel its rollouts that are not needed any more."""
+        """If a group is complete, mark it as ready and wake the callers that wait for a ready group.
+
+        Cancel rollouts of the group that are not needed any more, and remove them from the group.
+        """
         if group.complete():
             extra = [record for record in group.records if record.state is not State.BUFFERED]
             self.table.counts.cancelled += len(extra)
@@ -496,7 +521,11 @@ class Lifecycle:
             self.ready.set()
 
     def _resubmit(self, record: Record) -> None:
-        """Discard the answer and move the rollout to the front of the WAITING queue."""
+        """Discard the answer and move the rollout to the front of the WAITING queue.
+
+        Its group is no longer ready, the staleness policy no longer counts it as running, its own deadline stops, and the
+        journal gets an entry. The controller then assigns waiting rollouts.
+        """
         self.table.ready.pop(record.group.group_id, None)
         if record.admitted:
             self._policy.release()

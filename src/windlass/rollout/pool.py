@@ -57,12 +57,16 @@ logger = logging.getLogger(__name__)
 MAX_REPLACED = 4096
 """Number of replaced worker processes that the pool remembers, so that it can refuse them if they connect again."""
 CLOSE_DEADLINE_S = 2.0
+"""Longest time to close the connection of a worker."""
 RECONNECT_S = 3.0
 """Seconds within which a worker that closed its connection must connect again; otherwise the pool removes it."""
 STOP_DEADLINE_S = 5.0
-# A small batch fits into the cache of the CPU core that decodes it, and occupies the event loop only briefly.
+"""Longest time that cancelled attempts of the local worker have to end."""
 MAX_TASKS_PER_BATCH = 64
+"""Largest number of tasks in one message to a worker. A small message fits into the cache of the CPU core that decodes
+it, and occupies the event loop only briefly."""
 MAX_TOKENS_PER_BATCH = 1 << 20
+"""Size of a message's tasks, in tokens and bytes of text together, from which no further task is added."""
 GATHER_S = 0.005
 """Seconds between two batches to one worker. Tasks and acknowledgements that arise between the batches share the
 second batch. Fewer batches leave the event loop more time for outcomes. The delay does not matter, because a rollout
@@ -164,15 +168,18 @@ class LocalWorker(Worker):
         )
 
     def enqueue(self, task: RolloutTask) -> None:
+        """Record an attempt as assigned to this worker, and start the attempt in the event loop."""
         self.assigned[task.task_id] = task.attempt
         self._attempts.start(task)
 
     def withdraw(self, task_id: str, attempt: int) -> None:
+        """If an attempt is assigned to this worker, free its slot, cancel it, and record it as ending."""
         if self.release(task_id, attempt):
             self.ending.add(AttemptKey(task_id, attempt))
             self._attempts.cancel(task_id, attempt)
 
     async def stop(self) -> None:
+        """Cancel all attempts, wait at most `STOP_DEADLINE_S` for their end, and close the connections to engines."""
         self.takes_no_more = True
         await self._attempts.stop(STOP_DEADLINE_S)
         await self._session.close()
@@ -186,6 +193,7 @@ class LocalWorker(Worker):
             self._kept.clear()
 
     def _ended(self, outcome: RolloutOutcome) -> None:
+        """Remove an attempt from the ending attempts, keep its outcome, and pass all kept outcomes on."""
         self.note_ended(outcome)
         self._kept.append(outcome)
         self.deliver()
@@ -237,12 +245,17 @@ class RemoteWorker(Worker, Session[WriteTensors, TensorsWritten]):
         return 0 if self._socket is None else super().free_slots
 
     def enqueue(self, task: RolloutTask) -> None:
+        """Record an attempt as assigned to this worker, and queue its task for the next message to the worker."""
         self.assigned[task.task_id] = task.attempt
         self._outbox[task.task_id] = task
         self._work.set()
 
     def withdraw(self, task_id: str, attempt: int) -> None:
-        """Cancel an attempt if it is assigned to this worker. If its task is still unsent, drop the task."""
+        """If an attempt is assigned to this worker, free its slot and cancel the attempt.
+
+        If its task is still unsent, drop the task. Otherwise record the attempt as ending, and queue its cancellation for
+        the next message to the worker.
+        """
         if self.release(task_id, attempt) and self._outbox.pop(task_id, None) is None:
             self.ending.add(AttemptKey(task_id, attempt))
             self._cancelled.append(AttemptKey(task_id, attempt))
@@ -260,7 +273,7 @@ class RemoteWorker(Worker, Session[WriteTensors, TensorsWritten]):
         self._work.set()
 
     def note_received(self, received: int) -> None:
-        """Record that the worker has received all batches up to number `received`."""
+        """Drop the kept batches up to number `received`, which the worker has received. If the sender waits for this, wake it."""
         # The sender waits while too many batches are unreported.
         if len(self._sent) >= 2 * MAX_UNSAID:
             self._work.set()
@@ -270,8 +283,9 @@ class RemoteWorker(Worker, Session[WriteTensors, TensorsWritten]):
     def compare(self, hello: WorkerHello) -> list[AttemptKey]:
         """Compare the attempts in a worker's `hello` with the attempts that the controller has assigned to the worker.
 
-        Cancel attempts that the worker has but that are not assigned. Return assigned attempts that the worker does not
-        have, except attempts that are still on their way to the worker.
+        Queue cancellations for attempts that the worker has but that are not assigned. Drop kept batches that the worker
+        has received. Return assigned attempts that the worker does not have, except attempts that are still on their way to
+        the worker.
         """
         self.note_received(hello.received)
         wanted = {AttemptKey(*item) for item in self.assigned.items()}
@@ -293,16 +307,18 @@ class RemoteWorker(Worker, Session[WriteTensors, TensorsWritten]):
         self._work.set()
 
     def detach(self, socket: web.WebSocketResponse, reason: str) -> None:
-        """Record the end of a connection; tasks wait for the next connection."""
+        """Record the end of a connection, and fail all calls that wait for a reply. Tasks wait for the next connection."""
         if self._socket is socket:
             self._socket = None
             self.fail_calls(reason)
 
     async def close(self) -> None:
+        """Close the connection of the worker, if there is one."""
         if self._socket is not None:
             await close_socket(self._socket, deadline_s=CLOSE_DEADLINE_S)
 
     async def stop(self) -> None:
+        """Stop sending tasks, send the last acknowledgement, and close the connection."""
         self.takes_no_more = True
         if self.lost_timer is not None:
             self.lost_timer.cancel()
@@ -459,7 +475,7 @@ class WorkerPool:
         return sum(map(len, held)) + sum(map(len, self._absent.values()))
 
     def add(self, worker: Worker) -> None:
-        """Add a worker, and make its workflows known."""
+        """Add a worker, make its workflows known, set the limits of all workers, and call `on_change`."""
         self.workers[worker.hello.name] = worker
         self.workflows.update(worker.hello.workflows)
         worker.has_answered |= isinstance(worker, LocalWorker)
@@ -497,7 +513,7 @@ class WorkerPool:
             self.release(name, task_id, attempt)
 
     def release(self, name: str, task_id: str, attempt: int) -> None:
-        """Free the slot of a worker's attempt that has ended."""
+        """Free the slot of a worker's attempt that has ended. Do nothing if the worker is unknown."""
         if name in self.workers:
             self.workers[name].release(task_id, attempt)
         elif name in self._absent:
@@ -520,11 +536,18 @@ class WorkerPool:
         first: WorkerFrame,
         socket: web.WebSocketResponse,  # noqa: ARG002
     ) -> tuple[RemoteWorker, WorkerWelcome]:
+        """Register the worker that sent a connection's first frame; return the worker, and the answer to it.
+
+        Raises:
+            ProtocolError: the frame is no Hello, or see `register`.
+            OwnerClosed: see `register`.
+        """
         if not isinstance(first, WorkerHello):
             raise ProtocolError("worker: the first frame must be Hello, got another frame")
         return self.register(first), WorkerWelcome(self._identity)
 
     async def admitted(self, session: RemoteWorker) -> None:  # noqa: ARG002
+        """Wake callers that wait for a connected worker, and call `on_change`; see `rpc.Owner`."""
         self._members.notify()
         self._on_change()
 
@@ -584,7 +607,11 @@ class WorkerPool:
         )
 
     def register(self, hello: WorkerHello) -> RemoteWorker:
-        """Admit a worker process, on its first connection or a later one.
+        """Admit a worker process, on its first connection or a later one, and return its `RemoteWorker`.
+
+        A new process takes over the name of the worker's earlier process: the pool removes the earlier process, reports its
+        attempts and its held tensors as lost, and refuses it later. If the process is known, stop the timer after which it
+        would count as lost. Report attempts as lost that are assigned to the process but unknown to it.
 
         Raises:
             OwnerClosed: the controller is closed; a restarted controller may admit the worker.

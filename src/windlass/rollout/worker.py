@@ -62,13 +62,16 @@ from windlass.rollout.workflows import Attempts, Workflow, check_workflows
 
 logger = logging.getLogger(__name__)
 REMEMBERED_ATTEMPTS = 1 << 16
+"""Number of newest ended attempts that a worker remembers, so that it does not run them again if it gets a task twice."""
 MAX_BATCH_NBYTES = 16 << 20
+"""Largest size of the outcomes in one batch, unless a single outcome is larger."""
 MAX_IN_FLIGHT = 8
 """Largest number of batches of outcomes that were sent and not acknowledged. The controller acknowledges a batch
 a few milliseconds later, in its next `TaskBatch`."""
 HAND_OVER_S = 5.0
 """Seconds that an ending worker waits for the controller to acknowledge its outcomes."""
 MAX_OUTCOME_NBYTES = MAX_FRAME_NBYTES - (1 << 20)
+"""Largest size of an outcome. The worker reports a larger outcome as an error."""
 CHECKED_NBYTES = 1 << 20
 """Size above which the worker decodes an encoded outcome as a check before it sends the outcome. Without the check,
 the controller would refuse an invalid outcome each time, and the worker would resend the outcome for ever."""
@@ -212,6 +215,10 @@ class RolloutWorker(Client[WriteTensors, TensorsWritten, WorkerWelcome | TaskBat
     # --- net.rpc_client.Client -----------------------------------------------------------------
 
     def hello(self) -> WorkerHello:
+        """Return the first frame of a connection: it has all running attempts and all attempts with unacknowledged outcomes.
+
+        Record that all received task batches are reported, because the frame reports them; see `Client`.
+        """
         self._said = self._received
         there = [*self._attempts.running, *(key for key, _ in self._kept.values())]
         return msgspec.structs.replace(
@@ -222,9 +229,11 @@ class RolloutWorker(Client[WriteTensors, TensorsWritten, WorkerWelcome | TaskBat
         )
 
     def execute(self, call: Envelope[WriteTensors]) -> TensorsWritten:
+        """Write held tensors into the memory of a trainer rank, as the controller asked; see `Client`."""
         return self._tensors.write(call.command)
 
     def failed(self, error: Exception, command: WriteTensors | None) -> TensorsWritten:  # noqa: ARG002
+        """Return the reply for a command that raised; see `Client`."""
         return TensorsWritten(error=f"{self._settings.name}: {type(error).__name__}: {error}")
 
     def on_frame(self, frame: WorkerWelcome | TaskBatch) -> None:
@@ -249,7 +258,11 @@ class RolloutWorker(Client[WriteTensors, TensorsWritten, WorkerWelcome | TaskBat
         self._send_again_at = None
 
     def _take(self, batch: TaskBatch) -> None:
-        """Start the new attempts of a batch, and cancel the attempts in `batch.cancelled`."""
+        """Start the new attempts of a batch, and cancel the attempts in `batch.cancelled`.
+
+        Drop acknowledged outcomes, and free tensors that the controller released. Tasks of running or remembered attempts
+        are ignored. Wake `_deliver` if many received batches are unreported.
+        """
         self._received = batch.number
         self._forget(batch.acknowledged)
         self._tensors.release(batch.released)
@@ -266,7 +279,7 @@ class RolloutWorker(Client[WriteTensors, TensorsWritten, WorkerWelcome | TaskBat
     # --- outcomes ------------------------------------------------------------------------------
 
     def _ended(self, outcome: RolloutOutcome) -> None:
-        """Store the outcome of an attempt until the controller acknowledges the outcome."""
+        """Store the outcome of an attempt until the controller acknowledges it, remember the attempt, and wake `_deliver`."""
         key = (outcome.task_id, outcome.attempt)
         self._remembered[key] = None
         if len(self._remembered) > REMEMBERED_ATTEMPTS:
@@ -282,7 +295,10 @@ class RolloutWorker(Client[WriteTensors, TensorsWritten, WorkerWelcome | TaskBat
         return next(iter(self._kept), self._num_outcomes + 1)
 
     def _forget(self, last: int) -> None:
-        """Drop the outcomes up to number `last`, because the controller has acknowledged them."""
+        """Drop the outcomes up to number `last`, because the controller has acknowledged them, and wake `_deliver`.
+
+        Restart the time until unacknowledged outcomes are sent again; stop it if there are none.
+        """
         if last < self._oldest_outcome:
             return
         while self._kept and self._oldest_outcome <= last:
@@ -314,7 +330,7 @@ class RolloutWorker(Client[WriteTensors, TensorsWritten, WorkerWelcome | TaskBat
         self._send_again()
 
     def _send_again(self) -> None:
-        """Mark all unacknowledged outcomes as unsent, so that `_deliver` sends them again."""
+        """Mark all unacknowledged outcomes as unsent, and wake `_deliver`, which sends them again."""
         self._num_sent = self._oldest_outcome - 1
         self._in_flight.clear()
         self._send_again_at = None
@@ -340,7 +356,10 @@ class RolloutWorker(Client[WriteTensors, TensorsWritten, WorkerWelcome | TaskBat
                 await self.send(CompletionBatch(self._num_sent, (), self._received))
 
     def _next_batch(self) -> CompletionBatch:
-        """Return the next unsent outcomes (at most `MAX_OUTCOMES`), and the number of the newest received task batch."""
+        """Return the next unsent outcomes (at most `MAX_OUTCOMES`), and the number of the newest received task batch.
+
+        Record this number as reported. The caller records the outcomes as sent.
+        """
         batch: list[bytes] = []
         nbytes, last = 0, self._num_sent
         for number in range(self._num_sent + 1, self._num_outcomes + 1):
