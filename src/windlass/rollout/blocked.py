@@ -17,11 +17,14 @@ from windlass.rollout.workflows import WorkflowContext
 
 logger = logging.getLogger(__name__)
 LOOK_EVERY_S = 1.0
+"""Seconds between two checks whether the event loop runs callbacks."""
 BLOCKED_AFTER_S = 5.0
 """Seconds without an iteration after which an event loop counts as blocked. A peer closes the connection after
 twice this time without a message."""
 SAY_EVERY_S = 15.0
+"""Seconds between two log lines about a loop that stays blocked."""
 MAX_FRAMES = 20
+"""Largest number of newest stack frames in a log line."""
 _ASYNCIO = str(Path(asyncio.__file__).parent)
 
 

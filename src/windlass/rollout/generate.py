@@ -17,8 +17,11 @@ from windlass.rollout.tensors import SampleTensor
 from windlass.sampling import SamplingParams
 
 MAX_STALLS = 8
+"""Number of requests in a row without a new token after which an attempt fails."""
 STALL_BACKOFF = Backoff(0.05, 1.0)
+"""Pauses after requests without a new token."""
 ABORT = "abort"
+"""Reason with which an engine ends the requests that a weight update interrupts."""
 
 
 PASSING_4XX = frozenset({408, 409, 425, 429})

@@ -91,6 +91,7 @@ _LEAST = {
     "affinity_slack": 0,
     "journal_compact_nbytes": 0,
 }
+"""Smallest allowed value of each of these settings of `RolloutConfig`."""
 
 
 class Rollout(msgspec.Struct, frozen=True):

@@ -446,6 +446,7 @@ class RolloutJournal:
             )
 
     def _begin_upkeep(self) -> None:
+        """Start `_keep_up` as the task `upkeep`."""
         self._timer = None
         self.upkeep = asyncio.create_task(self._keep_up(), name="rollout-journal")
         self.upkeep.add_done_callback(self._upkeep_ended)

@@ -36,6 +36,7 @@ from windlass.sampling import SamplingParams, is_number
 LOCAL_WORKER = "controller"
 """Name of the worker that runs in the controller's own event loop."""
 MAX_FRAME_NBYTES = 64 << 20
+"""Largest size of a message between the controller and a worker."""
 MAX_BATCH_NBYTES = 16 << 30
 """Largest size of one trainer rank's part of a batch."""
 MAX_TOKENS = 1 << 22
@@ -447,6 +448,7 @@ class TrainingSample(msgspec.Struct, frozen=True, kw_only=True):
             self._set("metadata", plain_map(f"{where}metadata", self.metadata))
 
     def _check_tensors(self, where: str) -> None:
+        """Raise `ConfigError` if `tensors` has invalid entries, or a per-token tensor of another length than the output."""
         for name, tensor in check_tensors(where, self.tensors).items():
             if tensor.per_token and tensor.shape[0] != len(self.output_ids):
                 raise ConfigError(
@@ -467,6 +469,7 @@ class TrainingSample(msgspec.Struct, frozen=True, kw_only=True):
         )
 
     def _set(self, name: str, value: object) -> None:
+        """Set an attribute of this frozen object, unless it has this very value."""
         if value is not getattr(self, name):
             msgspec.structs.force_setattr(self, name, value)
 
@@ -515,4 +518,5 @@ async def decode_outcomes(batch: CompletionBatch) -> list[RolloutOutcome]:
 
 
 def _decode_all(outcomes: Sequence[bytes]) -> list[RolloutOutcome]:
+    """Decode outcomes, in order; raise `ProtocolError` for an invalid outcome."""
     return [decode_outcome(encoded) for encoded in outcomes]

@@ -27,8 +27,11 @@ from windlass.rollout.handles import Rollout
 from windlass.rollout.values import plain_number
 
 LENGTH = struct.Struct("<I")
+"""Header of each message: the number of bytes that follow."""
 MODULE = "windlass_reward_function"
+"""Name of the module that the user's file becomes."""
 PR_SET_PDEATHSIG = 1
+"""Linux constant: option of `prctl` that sets the signal for the end of the parent process."""
 MAX_TEXT = 2000
 """Largest number of characters of an error text that the process sends."""
 
@@ -100,6 +103,7 @@ def _end_with_parent() -> None:
 
 
 def _send(connection: socket.socket, message: Ready | Scored | Raised) -> None:
+    """Send a message with its length before it; return when the kernel has taken all bytes."""
     encoded = msgspec.msgpack.encode(message)
     connection.sendall(LENGTH.pack(len(encoded)) + encoded)
 

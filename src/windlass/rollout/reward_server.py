@@ -21,7 +21,9 @@ from windlass.rollout.rewards import Failures, RewardCounts, RewardError
 from windlass.rollout.values import plain_number, plain_value
 
 BACKOFF = Backoff(0.1, 5.0)
+"""Pauses between the tries of a request."""
 MAX_ANSWER_NBYTES = 4 << 20
+"""Largest size of a server's answer."""
 MAX_TEXT = 300
 """Largest number of characters of a server's text in an error."""
 

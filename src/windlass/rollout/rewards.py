@@ -30,7 +30,9 @@ from windlass.rollout.values import plain_value
 
 _log = logging.getLogger(__name__)
 MAX_ANSWER_NBYTES = 1 << 20
+"""Largest size of a message from a reward process."""
 WARN_EVERY_S = 10.0
+"""Shortest time between two log lines about failures of one kind."""
 KILLED_S = 10.0
 """Seconds to wait for the end of a killed process. A process in a system call that hangs may take longer."""
 
@@ -240,6 +242,13 @@ class RewardProcess:
             await asyncio.gather(frame, ended, return_exceptions=True)
 
     async def _frame(self) -> Ready | Scored | Raised:
+        """Finish sending to the process, then wait for its next message and return it.
+
+        Raises:
+            asyncio.IncompleteReadError: the process closed its socket.
+            ValueError: the message is too large.
+            msgspec.DecodeError: the message is invalid.
+        """
         with contextlib.suppress(ConnectionError):
             # A process that has ended may have left its last frame in the socket.
             await self._writer.drain()

@@ -27,7 +27,9 @@ from windlass.net.sockets import connection_error, open_http
 
 logger = logging.getLogger(__name__)
 BACKOFF = Backoff(0.1, 3.0)
+"""Pauses between the tries to notify a router."""
 MAX_ANSWER_NBYTES = 1 << 22
+"""Largest size of a router's answer."""
 MAX_SEEN = 4096
 """Number of engines that `RouterUpdates` remembers, so that it can make routers remove disconnected engines."""
 

@@ -20,6 +20,7 @@ from windlass.config import check_numbers, take_name
 from windlass.errors import RolloutError
 
 _UNBOUNDED = 1 << 40
+"""Value of `max_staleness` that no rollout reaches."""
 
 
 class OnStale(StrEnum):

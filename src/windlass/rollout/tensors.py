@@ -21,6 +21,7 @@ from windlass.errors import ConfigError
 from windlass.layout.dtypes import DType
 
 MAX_DIMS = 8
+"""Largest number of dimensions of a tensor."""
 MAPPED_NBYTES = 1 << 20
 """Size from which a copied tensor has a memory mapping of its own."""
 

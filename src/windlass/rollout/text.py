@@ -75,6 +75,7 @@ class Chat(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 def _check_message(where: str, message: Message) -> None:
+    """Raise `ConfigError` unless a message has a role, and a content of text, of text parts or of None."""
     role, content = message.get("role"), message.get("content")
     if not isinstance(role, str) or not role:
         raise ConfigError(f"{where}: role must be text, got {role!r}")
@@ -171,6 +172,7 @@ class ModelText:
             raise self._refusal("it has no tokens")
 
     def _refusal(self, reason: str) -> ConfigError:
+        """Return the error for a folder without a usable tokenizer."""
         return ConfigError(
             f"tokenizer: must be a folder with a tokenizer, got {self._folder!r}: {reason}"
         )
@@ -228,6 +230,7 @@ class TextPrompts:
         """Return the token ids of an encoded prompt, see `encode_prompt`; raise ConfigError if there are none."""
 
     def _token_ids(self, encoded: bytes) -> tuple[int, ...]:
+        """Compute the token ids for `token_ids`, which caches them."""
         prompt = _DECODER.decode(encoded)
         if isinstance(prompt, Chat):
             found = self.render(prompt)
@@ -249,6 +252,7 @@ def _plain(chat: Chat) -> Chat:
 
 
 def _plain_message(message: Message) -> Message:
+    """Return a copy of a message: text parts joined by line ends, and arguments of tool calls as mappings."""
     content: Any = message.get("content")
     plain = dict(message)
     if isinstance(content, list):

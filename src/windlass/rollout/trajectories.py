@@ -123,6 +123,7 @@ class _Growing:
         self._finish_reason = turn.finish_reason
 
     def trajectory(self) -> Trajectory:
+        """Return the trajectory of all calls until now."""
         return Trajectory(
             prompt_ids=self._prompt_ids,
             output_ids=self.complete[len(self._prompt_ids) :],
@@ -136,6 +137,7 @@ class _Growing:
 
 
 def _begins_with(tokens: tuple[int, ...], first: tuple[int, ...]) -> bool:
+    """Return whether `tokens` begins with all of `first`, which must not be empty."""
     # Compare the last token first: it usually differs, and a slice would copy all tokens.
     length = len(first)
     return len(tokens) >= length and tokens[length - 1] == first[-1] and tokens[:length] == first

@@ -234,6 +234,7 @@ class WorkflowContext:
         return with_text
 
     def _tokenizer(self) -> TextPrompts:
+        """Return the tokenizer of the worker; raise `ConfigError` if it has none."""
         if self._prompts is None:
             raise ConfigError(f"workflow {self._task.workflow}: {NO_TOKENIZER}")
         return self._prompts

@@ -24,6 +24,8 @@ class _Context(Protocol):
 
 
 class _Options:
+    """Checked options of the workflow."""
+
     def __init__(self, idle_s: float) -> None:
         self.idle_s = idle_s
         check_numbers(self, {}, ("idle_s",), where="agent_workflow: ")

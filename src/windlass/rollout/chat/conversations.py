@@ -21,6 +21,7 @@ MAX_END_TOKENS = 16
 REWRITES = "the chat template renders earlier messages in another way after the new messages"
 OTHER_HISTORY = "the messages do not continue an earlier answer of this session"
 OTHER_TEXT = "the prompt does not continue an earlier answer of this session"
+"""Like `REWRITES` and `OTHER_HISTORY`, a reason in `Prompt.branch`: this one is for a prompt of text."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,6 +42,14 @@ class Prompt:
 
 @dataclass(frozen=True, slots=True)
 class _Answered:
+    """Answer of the engine that a later prompt may continue.
+
+    Attributes:
+        messages: the conversation, with the answer as its last message.
+        prompt_ids: token ids of the prompt.
+        output_ids: token ids that the engine generated.
+    """
+
     messages: tuple[Message, ...]
     prompt_ids: tuple[int, ...]
     output_ids: tuple[int, ...]
@@ -92,6 +101,7 @@ class Conversations:
         self._texts.append((text, prompt.ids + output_ids))
 
     def _prompt(self, messages: tuple[Message, ...], template: Template) -> Prompt:
+        """Return a prompt that continues the latest answer in the conversation, or a new prompt; see `prompt`."""
         for digest in reversed(fingerprints(messages, template)):
             if (known := self._answered.get(digest)) is not None:
                 # Render the reasoning of earlier answers too, which clients may drop.
@@ -107,6 +117,7 @@ class Conversations:
         *,
         add_generation_prompt: bool = True,
     ) -> str:
+        """Return the text that the chat template makes of messages; see `TextCodec.template_text`."""
         chat = Chat(
             tuple(message.for_template() for message in messages),
             template.tools,

@@ -15,9 +15,11 @@ from windlass.rollout.chat.messages import Message
 from windlass.rollout.chat.session import Choice
 
 DONE = b"data: [DONE]\n\n"
+"""Last event of a stream of completions."""
 
 
 def _now() -> int:
+    """Return the Unix time in whole seconds."""
     return int(time.time())
 
 
@@ -34,6 +36,7 @@ def _usage(choices: Sequence[Choice]) -> tuple[int, int]:
 
 
 def _usage_body(choices: Sequence[Choice]) -> dict[str, int]:
+    """Return the token counts of an answer under OpenAI's names."""
     prompt, answers = _usage(choices)
     return {
         "prompt_tokens": prompt,
@@ -54,6 +57,7 @@ class ChatReply:
     created: int = field(default_factory=_now)
 
     def body(self) -> Mapping[str, Any]:
+        """Return the answer as one object."""
         return {
             **self._head("chat.completion"),
             "choices": [
@@ -69,6 +73,7 @@ class ChatReply:
         }
 
     def events(self) -> Iterator[bytes]:
+        """Yield the answer as server-sent events."""
         for index, choice in enumerate(self.choices):
             yield self._chunk(index, {"role": "assistant", "content": ""})
             if choice.message.reasoning:
@@ -85,6 +90,7 @@ class ChatReply:
         yield DONE
 
     def _head(self, kind: str) -> dict[str, Any]:
+        """Return the fields that the object and all its chunks have. `kind` is the type of the object."""
         return {
             "id": self.reply_id,
             "object": kind,
@@ -100,6 +106,7 @@ class ChatReply:
         finish_reason: str | None = None,
         logprobs: Mapping[str, Any] | None = None,
     ) -> bytes:
+        """Return the event of a stream with the next part of an answer."""
         choice = {
             "index": index,
             "delta": delta,
@@ -109,6 +116,7 @@ class ChatReply:
         return event({**self._head("chat.completion.chunk"), "choices": [choice]})
 
     def _message(self, message: Message) -> dict[str, Any]:
+        """Return an answer as OpenAI's message. Its content is None if the answer has only tool calls."""
         calls = self._calls(message)
         content = None if calls and not message.content else message.content
         found: dict[str, Any] = {"role": "assistant", "content": content, "refusal": None}
@@ -118,6 +126,7 @@ class ChatReply:
 
     @staticmethod
     def _calls(message: Message) -> list[dict[str, Any]]:
+        """Return the tool calls of an answer in OpenAI's format; empty for none."""
         return [
             {
                 "id": call.id,
@@ -128,6 +137,7 @@ class ChatReply:
         ]
 
     def _logprobs(self, choice: Choice) -> dict[str, Any] | None:
+        """Return the log-probability of each generated token, or None if the request does not ask for them."""
         if not self.logprobs:
             return None
         content = [
@@ -154,10 +164,12 @@ class CompletionReply:
     created: int = field(default_factory=_now)
 
     def body(self) -> Mapping[str, Any]:
+        """Return the answer as one object."""
         choices = [self._choice(index, choice) for index, choice in enumerate(self.choices)]
         return {**self._head(), "choices": choices, "usage": _usage_body(self.choices)}
 
     def events(self) -> Iterator[bytes]:
+        """Yield the answer as server-sent events."""
         for index, choice in enumerate(self.choices):
             yield event({**self._head(), "choices": [self._choice(index, choice)]})
         if self.include_usage:
@@ -165,6 +177,7 @@ class CompletionReply:
         yield DONE
 
     def _head(self) -> dict[str, Any]:
+        """Return the fields that the object and all its chunks have."""
         return {
             "id": self.reply_id,
             "object": "text_completion",
@@ -173,6 +186,7 @@ class CompletionReply:
         }
 
     def _choice(self, index: int, choice: Choice) -> dict[str, Any]:
+        """Return an answer in OpenAI's format, with its position among the answers."""
         logprobs = {
             "tokens": choice.tokens,
             "token_logprobs": choice.turn.output.logprobs,
@@ -198,6 +212,7 @@ class ResponseReply:
     created: int = field(default_factory=_now)
 
     def body(self) -> Mapping[str, Any]:
+        """Return the answer as one object."""
         cut = self.choice.finish_reason == "length"
         prompt, answer = _usage([self.choice])
         return {
@@ -214,6 +229,7 @@ class ResponseReply:
         }
 
     def events(self) -> Iterator[bytes]:
+        """Yield the answer as server-sent events."""
         body = self.body()
         begun = {**self._head("in_progress"), "incomplete_details": None, "output": []}
         found: list[dict[str, Any]] = [
@@ -227,6 +243,7 @@ class ResponseReply:
             yield event({**data, "sequence_number": number}, data["type"])
 
     def _head(self, status: str) -> dict[str, Any]:
+        """Return the fields that the response has in each state."""
         return {
             "id": self.reply_id,
             "object": "response",
@@ -239,6 +256,7 @@ class ResponseReply:
         }
 
     def _items(self) -> list[dict[str, Any]]:
+        """Return the output items: reasoning, text and tool calls of the answer, in this order."""
         message, items = self.choice.message, list[dict[str, Any]]()
         if message.reasoning:
             items.append(

@@ -17,8 +17,11 @@ from windlass.rollout.chat.messages import NO_TOOLS, Message, Template, ToolCall
 from windlass.sampling import SamplingParams
 
 MAX_MESSAGES = 8192
+"""Largest number of messages in a request."""
 MAX_TOOLS = 1024
+"""Largest number of tools in a request."""
 MAX_CHOICES = 16
+"""Largest number of answers to a request."""
 
 Role = Literal["system", "developer", "user", "assistant", "tool"]
 
@@ -72,6 +75,7 @@ class _NamedTool(msgspec.Struct, frozen=True):
 
     @property
     def chosen(self) -> str:
+        """Name of the function."""
         return self.function.name if self.function else self.name
 
 
@@ -383,6 +387,7 @@ def response_call(request: ResponseRequest, policy: Policy, previous: Sequence[M
 
 
 def _checked(call: Call) -> Call:
+    """Return the call; raise `ConfigError` if it has no prompt, or too many messages, tools or answers."""
     if call.prompt is None and not call.messages:
         raise ConfigError("messages: must not be empty, got []")
     if call.prompt is not None and not call.prompt:
@@ -440,6 +445,7 @@ def _text_of(where: str, content: str | Sequence[_Part] | None) -> str:
 
 
 def _message_of(message: _Message) -> Message:
+    """Convert a message of a chat request. The role `developer` becomes `system`, which chat templates know."""
     calls = tuple(
         ToolCall(call.id, call.function.name, call.function.arguments)
         for call in message.tool_calls or ()

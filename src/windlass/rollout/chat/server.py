@@ -52,10 +52,13 @@ BODY_DEADLINE_S = 30.0
 STREAM_PING_S = 10.0
 """Seconds without data after which a stream gets a comment, so that clients and proxies do not end it."""
 MAX_CLAIM_S = 600.0
+"""Longest time that an agent may wait for a rollout to claim."""
 MAX_WAITING_CLAIMS = 1024
+"""Largest number of agents that wait for a rollout."""
 MAX_ENDED = 4096
 """Number of ended sessions for which an agent may repeat the request that set the reward."""
 MODEL = "policy"
+"""Model name in the answers to requests that name no model."""
 
 T = TypeVar("T", bound=CommonRequest)
 C = TypeVar("C", ChatRequest, CompletionRequest)
@@ -136,6 +139,9 @@ class ChatServer:
     ) -> AsyncIterator[ChatSession]:
         """Open a session for a block; its requests are turns of `context`.
 
+        Start to listen if the server does not listen yet. After the block, remember the key and the reward, so that the
+        agent may repeat the request that set the reward.
+
         Raises:
             ConfigError: there is no tokenizer, or the address cannot be bound.
             RolloutError: see `ChatSession.running`.
@@ -162,7 +168,10 @@ class ChatServer:
                     self._ended.popitem(last=False)
 
     async def offer(self, session: ChatSession) -> None:
-        """Offer a session to external agents, and wait until an agent claims it."""
+        """Offer a session to external agents, and wait until an agent claims it.
+
+        This wakes an agent that waits for a rollout. A cancelled wait withdraws the offer.
+        """
         claimed = asyncio.Event()
         self._offers[session.session_id] = session, claimed
         self._num_offers.release()
@@ -197,6 +206,7 @@ class ChatServer:
             self._listener = self._runner = None
 
     async def _listen(self) -> None:
+        """Bind the address, start the server, and log its URL. Raise the process's limit of open files."""
         settings, tls = self.settings, server_context()
         host = published_host(settings.host, settings.advertise_host, "chat")
         bound = listen(settings.host, settings.port, "chat")
@@ -270,9 +280,11 @@ class ChatServer:
         return hmac.compare_digest(digest, hashlib.sha256(key.encode()).digest())
 
     async def _chat(self, http: web.Request) -> web.StreamResponse:
+        """Answer `POST /v1/chat/completions`."""
         return await self._choices(http, ChatRequest, chat_call, ChatReply)
 
     async def _completions(self, http: web.Request) -> web.StreamResponse:
+        """Answer `POST /v1/completions`."""
         return await self._choices(http, CompletionRequest, completion_call, CompletionReply)
 
     async def _choices(
@@ -282,6 +294,15 @@ class ChatServer:
         call_of: Callable[[C, Policy], Call],
         reply_of: Callable[[str, Sequence[Choice], bool, bool], Reply],
     ) -> web.StreamResponse:
+        """Answer a request for chat completions or completions.
+
+        Args:
+            http: the request.
+            kind: type of the request's body.
+            call_of: function that makes the session's call from the body.
+            reply_of: function that makes the reply from the model's name, the answers, whether the agent wants
+                log-probabilities, and whether it wants token counts in a stream.
+        """
         session = self._session_of(http)
 
         async def reply(request: C) -> Reply:
@@ -293,6 +314,7 @@ class ChatServer:
         return await self._serve(http, kind, reply)
 
     async def _responses(self, http: web.Request) -> web.StreamResponse:
+        """Answer `POST /v1/responses`, and store the messages of the reply, so that a later request can continue it."""
         session = self._session_of(http)
 
         async def reply(request: ResponseRequest) -> Reply:
@@ -337,11 +359,18 @@ class ChatServer:
             return _json((await replied()).body())
 
     async def _models(self, http: web.Request) -> web.StreamResponse:
+        """Answer `GET /v1/models` with the model `MODEL`, and `GET /v1/models/{name}` with a model of any name."""
         name = http.match_info.get("name", MODEL)
         model = {"id": name, "object": "model", "created": 0, "owned_by": "windlass"}
         return _json(model if "name" in http.match_info else {"object": "list", "data": [model]})
 
     async def _reward(self, http: web.Request) -> web.StreamResponse:
+        """Set the reward of a session, and close the session. A repetition with the same reward succeeds.
+
+        Raises:
+            ApiError: the key is not the key of the session in the path, or an ended session has another reward.
+            ConfigError: an open session has another reward.
+        """
         given = msgspec.json.decode(await _body_of(http), type=_Reward)
         name = http.match_info["id"]
         if name != _public_part(_key_of(http)):
@@ -397,6 +426,7 @@ class ChatServer:
 
 
 def _key_of(http: web.Request) -> str:
+    """Return the key in a request's header; empty for none."""
     return http.headers.get("Authorization", "").removeprefix("Bearer ")
 
 
@@ -406,10 +436,12 @@ def _public_part(key: str) -> str:
 
 
 def _json(body: object) -> web.Response:
+    """Return a response with this body as JSON."""
     return web.Response(body=msgspec.json.encode(body), content_type="application/json")
 
 
 def _refused(error: ApiError) -> web.Response:
+    """Return the response for an error. Close the connection after it if the request's body may be unread."""
     response = web.Response(
         body=msgspec.json.encode(error.body()),
         status=error.status,

@@ -175,7 +175,9 @@ class ChatSession:
         return hmac.compare_digest(key.encode("utf-8", "replace"), self.api_key.encode())
 
     def set_reward(self, reward: float, metadata: object = None) -> None:
-        """Set the reward and close the session: later requests are refused.
+        """Set the reward and close the session: running requests are cancelled, and later requests are refused.
+
+        Wake the workflow that waits in `wait_for_reward`.
 
         Raises:
             ConfigError: the session has another reward already.
@@ -229,13 +231,16 @@ class ChatSession:
                 await asyncio.wait(self._jobs)
 
     def _close(self) -> None:
+        """Refuse later requests, and cancel running requests."""
         self.is_open = False
         for job in self._jobs:
             job.cancel()
 
     @contextlib.contextmanager
     def request(self) -> Iterator[None]:
-        """Count a request of the agent while it is read and answered.
+        """Count a request of the agent while it is read and answered. Its log lines have the task id and the attempt.
+
+        The agent counts as lost only after `idle_s` without a request, so this time starts when the last request ends.
 
         Raises:
             ApiError: too many requests run.
@@ -259,8 +264,9 @@ class ChatSession:
                 self._idle.reschedule(asyncio.get_running_loop().time() + self._idle_s)
 
     async def answer(self, call: Call) -> list[Choice]:
-        """Generate the answers of a request. Each is a turn of the attempt.
+        """Generate the answers of a request, and return them in order. Each answer is a turn of the attempt.
 
+        Record the answers, so that later prompts can continue them, and count their tokens.
         A cancelled request leaves no turn, because the agent has not seen its answer.
 
         Raises:
@@ -280,6 +286,7 @@ class ChatSession:
             job.cancel()
 
     async def _answer(self, call: Call) -> list[Choice]:
+        """Generate and record the answers, see `answer`. If one fails, remove the turns of all; the error may end the attempt."""
         prompt = await self._prompt(call)
         sampling = self._within_context(call.sampling, len(prompt.ids))
         num_new = call.num_choices * (len(prompt.ids) + sampling.max_new_tokens)
@@ -340,6 +347,7 @@ class ChatSession:
                 return
 
     async def _prompt(self, call: Call) -> Prompt:
+        """Return the prompt of a request that has token ids, text or messages."""
         if isinstance(call.prompt, tuple):
             return Prompt(call.prompt)
         if isinstance(call.prompt, str):
@@ -366,7 +374,7 @@ class ChatSession:
         return msgspec.structs.replace(sampling, max_new_tokens=most, min_new_tokens=least)
 
     def _failed(self, error: RolloutError) -> ApiError:
-        """End the attempt: its workflow gets `error`. Return the answer to the agent."""
+        """End the attempt: cancel the block of `running`, which raises `error`. Return the answer to the agent."""
         if self._failure is None:
             self._failure = error
             self.is_open = False
@@ -374,7 +382,7 @@ class ChatSession:
         return ApiError(503, f"the rollout's attempt has failed: {error}", "attempt_failed")
 
     def _choice(self, call: Call, turn: Turn) -> Choice:
-        """Decode an answer, and find its reasoning and its tool calls."""
+        """Decode an answer, cut it before the first stop text, and separate its reasoning and its tool calls."""
         ids = turn.output.output_ids
         text = whole = self._text.decode(ids)
         if turn.finish_reason == "stop":

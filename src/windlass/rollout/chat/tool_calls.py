@@ -28,7 +28,8 @@ class _Call(msgspec.Struct, frozen=True):
     parameters: dict[str, Any] | None = None
 
 
-def _made(name: str, arguments: str) -> ToolCall:
+def _new_call(name: str, arguments: str) -> ToolCall:
+    """Return a call with a new random id."""
     return ToolCall(f"call_{secrets.token_hex(12)}", name, arguments)
 
 
@@ -37,7 +38,7 @@ def _from_json(text: str) -> list[ToolCall]:
     found = msgspec.json.decode(text, type=_Call | list[_Call])
     calls = found if isinstance(found, list) else [found]
     return [
-        _made(call.name, msgspec.json.encode(call.arguments or call.parameters or {}).decode())
+        _new_call(call.name, msgspec.json.encode(call.arguments or call.parameters or {}).decode())
         for call in calls
     ]
 
@@ -99,7 +100,7 @@ def parse_qwen3_coder(text: str) -> tuple[str, list[ToolCall]]:
                 key: _plain(value.removeprefix("\n").removesuffix("\n"))
                 for key, value in _elements(body, "parameter")
             }
-            yield _made(name, msgspec.json.encode(arguments).decode())
+            yield _new_call(name, msgspec.json.encode(arguments).decode())
 
     return _tagged(text, parse)
 
