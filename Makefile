@@ -145,7 +145,7 @@ test-truth: engines
 test-rollouts: setup
 	test -n "$(WINDLASS_VLLM_VENV)" || bash tools/engines/install.sh vllm .venv-vllm $(VENV)
 	$(RUN) -n 2 --dist loadfile -m "not cluster and not engines" tests/jobs/test_arithmetic_example.py tests/jobs/test_agent_examples.py \
-	  tests/jobs/test_job_runs.py tests/jobs/test_hangs.py tests/rollout/test_agentic.py tests/rollout/test_chat_kills.py \
+	  tests/jobs/test_job_runs.py tests/jobs/test_job_tensors.py tests/jobs/test_hangs.py tests/rollout/test_agentic.py tests/rollout/test_chat_kills.py \
 	  tests/rollout/test_clean_up.py tests/rollout/test_group_sizes.py tests/rollout/test_held_tensors.py tests/rollout/test_reward_server.py \
 	  tests/rollout/test_rewards.py tests/rollout/test_rollout_durable.py $(ARGS)
 

@@ -8,16 +8,21 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 
+import msgspec
 import numpy as np
 import pytest
 import torch
+from aiohttp import web
 
 from windlass.errors import ConfigError, TrainerError
 from windlass.jobs.schedulers.local import LocalScheduler
 from windlass.jobs.train_controller import TrainController
+from windlass.layout.dtypes import DType
 from windlass.net.addresses import free_port
 from windlass.net.server import ControlServer
+from windlass.rollout.batches import BatchQueue
 from windlass.rollout.messages import TrainingSample
+from windlass.rollout.tensors import HeldTensor, SampleTensor
 
 TOKEN = "a-token"
 RANK = str(Path(__file__).parents[1] / "support" / "train_rank.py")
@@ -41,11 +46,17 @@ GROUPS = [[sample(0.25), sample(0.5)], [sample(1.0), sample(2.0)], [sample(4.0),
 @asynccontextmanager
 async def trainers(tmp_path: Path, how: str) -> AsyncIterator[TrainController]:
     server = ControlServer(host="127.0.0.1", port=0, token=TOKEN)
+    batches = BatchQueue()
     async with LocalScheduler(tmp_path / "logs") as scheduler:
         controller = TrainController(
-            scheduler, command=(sys.executable, RANK, how), world_size=2, token=TOKEN
+            scheduler,
+            command=(sys.executable, RANK, how),
+            world_size=2,
+            token=TOKEN,
+            batches=batches,
         )
         controller.mount(server)
+        server.add_routes([web.post("/v1/batches/tensors", batches.serve_tensors)])
         await server.start()
         try:
             await controller.start(server.url, deadline_s=60)
@@ -53,6 +64,7 @@ async def trainers(tmp_path: Path, how: str) -> AsyncIterator[TrainController]:
         finally:
             await controller.close(grace_s=5)
             await server.close()
+            batches.close()
 
 
 async def test_groups_are_distributed_to_ranks_until_one_raises(tmp_path: Path) -> None:
@@ -79,7 +91,27 @@ async def test_groups_are_distributed_to_ranks_until_one_raises(tmp_path: Path) 
         await check_operations(controller)
         await check_store_of_another_group(controller)
         await check_tensors(controller)
+        await check_lost_tensors(controller)
         await check_failure(controller, 30.0, r"trainer-1: ValueError: bad sample")
+
+
+async def check_lost_tensors(controller: TrainController) -> None:
+    """Check that no rank trains if the holder of a tensor has ended, and that ranks continue."""
+    held = HeldTensor("worker-0", "ended", "key", "0" * 32)
+    tensor = SampleTensor(dtype=DType.UINT8, shape=(9,), per_token=False, held=held)
+    lost = msgspec.structs.replace(sample(1.0), tensors={"features": tensor})
+    groups = [*GROUPS, [lost]]
+    assert await controller.take_tensors(7, groups, deadline_s=30) == {"key"}
+    with pytest.raises(TrainerError, match="train_step: 1 tensors of step 7 are lost"):
+        await controller.train_step(7, groups, deadline_s=30)
+    own = SampleTensor.of(list(range(1 << 15)), per_token=False)
+    large = [[msgspec.structs.replace(sample(1.5), tensors={"own": own})], *GROUPS]
+    assert await controller.take_tensors(7, large, deadline_s=30) == frozenset()
+    found = await controller.train_step(7, large, deadline_s=30)
+    assert [rank["first"] for rank in found.ranks] == [1.5, 0.25]
+    # These groups have no large tensor, and the ranks keep nothing of the last step.
+    found = await controller.train_step(7, GROUPS, deadline_s=30)
+    assert [rank["first"] for rank in found.ranks] == [0.25, 1.0]
 
 
 async def check_checkpoint(controller: TrainController, path: str) -> None:

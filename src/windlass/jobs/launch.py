@@ -339,6 +339,7 @@ class Job:
             num_gpus=trainer.num_gpus,
             num_nodes=trainer.num_nodes,
             sampling=rollout.sampling,
+            batches=self.controller.batches,
         )
         self._trainers.mount(self.controller.server)
         self._scoring = Scoring(
@@ -348,6 +349,7 @@ class Job:
             scorer,
             declined=self._forget,
             describe_tasks=self._describe_tasks,
+            take_tensors=self._take_tensors,
         )
         self._silence = SilenceWatch(
             self.controller,
@@ -669,12 +671,14 @@ class Job:
             self._progress.end()
             producer = asyncio.create_task(self._produce())
             while self._steps < config.steps:
-                batch = await self._batch(producer)
-                if batch is None:
-                    self._end_of_tasks()
-                    break
                 try:
+                    batch = await self._batch(producer)
+                    if batch is None:
+                        self._end_of_tasks()
+                        break
                     await self._step(batch)
+                    # Workers free the tensors of these samples while the job waits for the next batch.
+                    del batch
                 except TrainerError as error:
                     await self._start_again(error)
         finally:
@@ -1064,6 +1068,11 @@ class Job:
         ):
             return await self._scoring.next_batch(producer)
 
+    async def _take_tensors(self, groups: Sequence[Sequence[TrainingSample]]) -> frozenset[str]:
+        """Let the ranks fetch the large tensors of the next step; see `TrainController.take_tensors`."""
+        deadline_s = self._config.trainer.step_deadline_s
+        return await self._trainers.take_tensors(self._steps, groups, deadline_s=deadline_s)
+
     @contextmanager
     def _in_hook(self, hook: str) -> Iterator[None]:
         """Run a hook of the recipe inside the block: report a long wait, and name the hook in reports and errors.
@@ -1362,12 +1371,12 @@ def room_deadline_s(config: LaunchConfig) -> float:
     """Return the seconds that the job waits until the staleness bound admits another task.
 
     If the bound is reached, it admits further tasks only after the next version is published. So the result is the sum
-    of all waits that may come before: a batch and its scores, a step, a checkpoint, an update, and restarts of ranks.
+    of all waits that may come before: a batch and its scores, large tensors, a step, a checkpoint, an update, and restarts of ranks.
     """
     rollout, trainer = config.rollout, config.trainer
     return (
         rollout.batch_deadline_s * (1 + rollout.groups_per_step)
-        + 2 * trainer.step_deadline_s
+        + 3 * trainer.step_deadline_s
         + trainer.publish_deadline_s
         + trainer.max_restarts * (2 * config.start_deadline_s + trainer.publish_deadline_s)
     )
@@ -1402,8 +1411,7 @@ def _worker(config: LaunchConfig, number: int, url: str) -> ProcessSpec:
     python = config.rollout.python or sys.executable
     command = (python, *program, "--controller", url, "--name", name)
     command += ("--shutdown-s", f"{config.shutdown_s:g}")
-    # The samples of a recipe go through the controller, which cannot read tensors that a worker holds.
-    command += ("--inline-nbytes", str(1 << 40))
+    command += ("--tensor-transport", config.transport)
     if config.rollout.tokenizer:
         command += ("--tokenizer", config.rollout.tokenizer)
     return ProcessSpec(name=name, command=(*command, *config.rollout.worker_arguments))

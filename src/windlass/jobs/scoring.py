@@ -3,21 +3,25 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections import OrderedDict, deque
-from collections.abc import Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from functools import partial
 from typing import final
 
 import msgspec
 
-from windlass.errors import PeerTimeout, RolloutError
+from windlass.errors import PeerTimeout, RolloutError, TrainerError
 from windlass.jobs.config import RolloutSection
 from windlass.jobs.recipe import Recipe, has_filters, in_thread, refused_by, score
 from windlass.rollout.controller import RolloutController
 from windlass.rollout.handles import Rollout, RolloutGroup
+from windlass.rollout.held import held_of
 from windlass.rollout.messages import TrainingSample
 from windlass.rollout.rewards import RewardError, Scorer
 
+_log = logging.getLogger(__name__)
+LOST = "the worker no longer has the tensors"
 MIN_ALIKE = 8
 """Smallest number of rollouts that must fail in a row before a job fails. If a step has more than 4 groups, the number is
 twice the groups of a step."""
@@ -27,6 +31,9 @@ rollouts of a step if that is more."""
 MAX_REPLACED = 1024
 """Number of groups with replaced rollouts whose other rewards are remembered. Rewards that are not remembered are made
 again."""
+
+TakeTensors = Callable[[Sequence[Sequence[TrainingSample]]], Awaitable[frozenset[str]]]
+"""Async function that lets trainer ranks fetch tensors, and returns the keys of lost tensors."""
 
 
 @final
@@ -43,6 +50,8 @@ class Scoring:
         scorer: object that gives each rollout its `Rollout.reward` before the recipe makes samples; None for none. A
             rollout that it cannot score is replaced, and the rest of its group stays.
         declined: function that is called with the id of each group that the recipe declines.
+        take_tensors: async function that lets the trainer ranks fetch the large tensors of a step's groups, see
+            `TrainController.take_tensors`. The groups are taken only if no tensor is lost.
         describe_tasks: function that returns a text if the job waits for the recipe's tasks; otherwise empty.
     """
 
@@ -54,7 +63,9 @@ class Scoring:
         scorer: Scorer | None = None,
         declined: Callable[[int], None] = lambda _: None,
         describe_tasks: Callable[[], str] = lambda: "",
+        take_tensors: TakeTensors | None = None,
     ) -> None:
+        self._take_tensors = take_tensors
         self._declined, self._describe_tasks = declined, describe_tasks
         self._rollouts, self._recipe, self._config = rollouts, recipe, config
         self._scorer, self._num_scores = scorer, 0
@@ -96,6 +107,7 @@ class Scoring:
             PeerTimeout: there were not enough groups, or a group was not scored, within `batch_deadline_s`.
             RolloutError: too many rollouts failed in a row, see `MIN_ALIKE`, or the reward failed for a larger share of
                 rollouts than `max_failed_rewards`.
+            TrainerError: the ranks could not fetch the tensors of the groups. The groups stay in `rollouts`.
             WindlassError: the recipe raised an exception, in its tasks or while it scored a group.
         """
         num_groups, left_s = self._config.groups_per_step, self._config.batch_deadline_s
@@ -107,9 +119,11 @@ class Scoring:
                 self._look()
                 scored = self._scored()
                 if len(scored) >= num_groups:
-                    taken = scored[:num_groups]
-                    self._rollouts.take(taken)
-                    return [self._scores.pop(group_id).result() for group_id in taken]
+                    found = {group_id: self._scores[group_id] for group_id in scored[:num_groups]}
+                    if not await self._have_tensors(found):
+                        continue
+                    self._rollouts.take(found)
+                    return [self._scores.pop(group_id).result() for group_id in found]
                 self._check_failures()
                 is_short = len(self._scores) < num_groups
                 if producer.done():
@@ -128,6 +142,40 @@ class Scoring:
                 left_s -= loop.time() - began_s if is_short else 0.0
         finally:
             producer.remove_done_callback(self._note_change)
+
+    async def _have_tensors(self, found: Mapping[int, asyncio.Task[list[TrainingSample]]]) -> bool:
+        """Let the ranks fetch the large tensors of scored groups. Return whether the step can take these groups now.
+
+        The groups are not delivered yet. So an answer whose tensor is lost is generated again: by the controller if the
+        worker has ended, and otherwise as a replaced answer.
+
+        Raises:
+            TrainerError: see `TrainController.take_tensors`. Or a tensor is lost that the recipe made.
+        """
+        if self._take_tensors is None:
+            return True
+        lost = await self._take_tensors([scores.result() for scores in found.values()])
+        # Groups may have become too old or lost a rollout in the meantime.
+        self._look()
+        present = [group_id for group_id in found if self._scores.get(group_id) is found[group_id]]
+        if not lost:
+            return len(present) == len(found)
+        num_replaced = 0
+        for group_id in present:
+            reasons = {
+                rollout.task_id: LOST
+                for rollout in self._rollouts.peek(group_id).rollouts
+                if any(held.key in lost for held in held_of(rollout.tensors))
+            }
+            num_replaced += len(reasons)
+            if reasons:
+                _log.warning(
+                    "group %d: %d answers are made again: %s", group_id, len(reasons), LOST
+                )
+                self._replace(group_id, reasons)
+        if len(present) == len(found) and not num_replaced:
+            raise TrainerError(f"tensors: {len(lost)} that the recipe made did not reach the ranks")
+        return False
 
     def _note_change(self, _: object = None) -> None:
         self._changed.set()

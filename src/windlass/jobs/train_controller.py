@@ -26,6 +26,7 @@ from windlass.jobs.train_worker import (
     RANK_FRAMES,
     Done,
     Failed,
+    Groups,
     Joined,
     Load,
     Operation,
@@ -34,6 +35,7 @@ from windlass.jobs.train_worker import (
     Save,
     Setup,
     Stop,
+    TakeTensors,
     TrainCommand,
     TrainResult,
     TrainStep,
@@ -45,7 +47,8 @@ from windlass.net.messages import Garbled, MustWait, check_version
 from windlass.net.rpc import Session
 from windlass.net.rpc_server import serve
 from windlass.net.server import ControlServer
-from windlass.rollout.batches import check_groups
+from windlass.rollout.batches import BatchQueue, check_groups
+from windlass.rollout.fetch import held_in
 from windlass.rollout.messages import TrainingSample
 from windlass.sampling import SamplingParams
 
@@ -56,6 +59,8 @@ LOG_LINES = 20
 """Number of log lines of a rank in an error."""
 DEATH_GRACE_S = 1.0
 """Seconds to wait, after a rank has failed, until the scheduler reports a rank that died and so caused the failure."""
+RANK_SHARE = 0.9
+"""Fraction of the deadline for tensors that ranks get."""
 BROKEN_GRACE_S = 1.0
 """Seconds that ranks get to end after a failure. A longer time would not help ranks that wait in a collective."""
 
@@ -159,6 +164,8 @@ class TrainController:
         num_nodes: number of nodes for the ranks, with the same number of ranks on each, in rank order. The first rank
             reserves all nodes together.
         sampling: sampling parameters of rollouts, for `TrainContext.sampling`.
+        batches: queue of the controller with this server, which lets ranks fetch large tensors of samples. Without it,
+            samples must contain the elements of their tensors.
 
     Raises:
         ConfigError: world_size < 1 or not a multiple of num_nodes, or the name contains other characters.
@@ -178,6 +185,7 @@ class TrainController:
         num_gpus: int = 0,
         num_nodes: int = 1,
         sampling: SamplingParams | None = None,
+        batches: BatchQueue | None = None,
     ) -> None:
         if world_size < 1:
             raise ConfigError(f"TrainController: world_size must be >= 1, got {world_size}")
@@ -192,7 +200,9 @@ class TrainController:
             )
         self._scheduler, self._token, self._name = scheduler, token, name
         self._environment = dict(environment or {})
-        self._coordinator, self._sampling = coordinator, sampling
+        self._coordinator, self._sampling, self._batches = coordinator, sampling, batches
+        self._taken: Groups = ()
+        """Groups whose tensors all ranks have fetched for the next step."""
         self._under_way: CalledUpdate | None = None
         self._is_served = self._stands_still = False
         if coordinator is not None:
@@ -241,7 +251,7 @@ class TrainController:
         deadline = Deadline.after(deadline_s, "connect")
         await self._end_ranks(BROKEN_GRACE_S)
         self._ranks = [_Rank(rank.spec) for rank in self._ranks]
-        self._failure, self._under_way = "", None
+        self._failure, self._under_way, self._taken = "", None, ()
         self._job = secrets.token_hex(8)
         environment = {
             **self._environment,
@@ -273,21 +283,65 @@ class TrainController:
     ) -> StepResult:
         """Run one optimiser step on all ranks. Group i goes to data-parallel rank i modulo `data_parallel_size`.
 
+        If the ranks have not fetched the large tensors of these groups yet, call `take_tensors` first.
+
         Args:
             step: number of the step, for `TrainEngine.train_step` of each rank.
             groups: samples of each group. A data-parallel rank may get no group.
-            deadline_s: seconds for the whole step.
+            deadline_s: seconds for the step, and as many before it for large tensors.
 
         Raises:
             ConfigError: a value of a group is not a `TrainingSample`.
-            TrainerError: a rank died, did not answer within `deadline_s`, or raised.
+            TrainerError: a rank died, did not answer within `deadline_s`, or raised. Or tensors are lost; then no rank has
+                trained, and the next call may train on other groups.
         """
         whole = check_groups("train_step", groups)
+        if whole != self._taken:
+            lost = await self.take_tensors(step, whole, deadline_s=deadline_s)
+            if lost:
+                raise TrainerError(
+                    f"train_step: {len(lost)} tensors of step {step} are lost: their rollout workers have ended or freed them"
+                )
+        are_taken, self._taken = bool(self._taken), ()
         shards = [whole[index::size] for index, size in self._shard_indices()]
-        answers = await self._collective([TrainStep(step, shard) for shard in shards], deadline_s)
+        steps = [TrainStep(step, None if are_taken else shard) for shard in shards]
+        answers = await self._collective(steps, deadline_s)
         weights = [float(sum(map(len, shard))) for shard in shards]
         found = tuple(answer.metrics for answer in answers)
         return StepResult(step, found, _weighted_mean(found, weights))
+
+    async def take_tensors(
+        self, step: int, groups: Sequence[Sequence[TrainingSample]], *, deadline_s: float
+    ) -> frozenset[str]:
+        """Let all ranks fetch the large tensors of a step's groups. A later `train_step` with these groups uses them.
+
+        Holders write the elements into the memory of the ranks, see `windlass.rollout.held`. The call does nothing if the
+        groups have no large tensor.
+
+        Returns:
+            Keys of tensors that are lost, see `HeldTensor`; empty if all ranks have all tensors.
+
+        Raises:
+            ConfigError: a value of a group is not a `TrainingSample`.
+            TrainerError: a rank died, did not answer within `deadline_s`, or raised, for example because it has no
+                transport in common with a holder.
+        """
+        self._taken = ()
+        whole = check_groups("take_tensors", groups)
+        if self._batches is None:
+            return frozenset()
+        async with self._batches.lend(whole) as lent:
+            if not held_in(sample for group in lent for sample in group):
+                return frozenset()
+            # Ranks give up before this call does, so that they can report the reason.
+            takes = [
+                TakeTensors(step, lent[index::size], deadline_s * RANK_SHARE)
+                for index, size in self._shard_indices()
+            ]
+            answers = await self._collective(takes, deadline_s)
+        lost = frozenset([key for answer in answers for key in answer.lost])
+        self._taken = () if lost else whole
+        return lost
 
     async def publish(self, version: int, *, deadline_s: float) -> None:
         """Publish the weights of all ranks as `version`. When this method returns, training may change the weights.

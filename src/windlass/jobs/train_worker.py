@@ -13,6 +13,7 @@ import os
 import queue
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain, islice
 from types import MappingProxyType
 from typing import Any, Generic, Protocol, TypeVar, TypeVarTuple, final
 
@@ -27,7 +28,8 @@ from windlass.net.addresses import own_address
 from windlass.net.logs import configure_logging, log_fields
 from windlass.net.messages import PROTOCOL_VERSION, Codec, Envelope, Refused, Reply
 from windlass.net.rpc_client import Client
-from windlass.rollout.messages import TrainingSample
+from windlass.rollout.batches import BatchClient
+from windlass.rollout.messages import TrainingBatch, TrainingSample
 from windlass.rollout.values import as_number, plain_integers
 from windlass.sampling import SamplingParams
 
@@ -42,6 +44,7 @@ LOGPROB_DIFFERENCE = "logprob_difference"
 LARGEST_DIFFERENCE = 0.1
 """Largest value of `LOGPROB_DIFFERENCE` without a warning. With engines in bfloat16, rounding makes it about 0.02."""
 
+Groups = tuple[tuple[TrainingSample, ...], ...]
 Arguments = TypeVarTuple("Arguments")
 T = TypeVar("T")
 
@@ -85,11 +88,26 @@ class Setup(msgspec.Struct, frozen=True, tag="setup"):
     sampling: SamplingParams | None = None
 
 
-class TrainStep(msgspec.Struct, frozen=True, tag="train_step"):
-    """Run one optimiser step on this rank's share of the step's groups. A group is never split between ranks."""
+class TakeTensors(msgspec.Struct, frozen=True, tag="take_tensors"):
+    """Fetch the held tensors of this rank's share of the step's groups, and keep the groups for `TrainStep`.
+
+    The answer sets `Done.lost`.
+    """
 
     step: int
-    groups: tuple[tuple[TrainingSample, ...], ...]
+    groups: Groups
+    deadline_s: float
+
+
+class TrainStep(msgspec.Struct, frozen=True, tag="train_step"):
+    """Run one optimiser step on this rank's share of the step's groups. A group is never split between ranks.
+
+    Attributes:
+        groups: the share of the rank; None for the groups of the last `TakeTensors`.
+    """
+
+    step: int
+    groups: Groups | None
 
 
 class PreparePublish(msgspec.Struct, frozen=True, tag="prepare_publish"):
@@ -121,7 +139,7 @@ class Stop(msgspec.Struct, frozen=True, tag="stop"):
     """Close the engine and end the process."""
 
 
-TrainCommand = Setup | TrainStep | PreparePublish | Save | Load | Operation | Stop
+TrainCommand = Setup | TakeTensors | TrainStep | PreparePublish | Save | Load | Operation | Stop
 
 
 class Done(msgspec.Struct, frozen=True, tag="done"):
@@ -132,6 +150,7 @@ class Done(msgspec.Struct, frozen=True, tag="done"):
         data_parallel_rank, data_parallel_size: answer to `Setup`.
         sends_copies: answer to `PreparePublish`: whether the rank sends the weights from a replica. Training may then
             change the weights as soon as they are copied to the replica.
+        lost: answer to `TakeTensors`: keys of tensors that no process holds any more.
         value: result of an operation in msgpack; empty for other commands.
     """
 
@@ -140,6 +159,7 @@ class Done(msgspec.Struct, frozen=True, tag="done"):
     data_parallel_size: int = 1
     value: bytes = b""
     sends_copies: bool = False
+    lost: tuple[str, ...] = ()
 
 
 class Failed(msgspec.Struct, frozen=True, tag="failed"):
@@ -370,6 +390,8 @@ class TrainWorker(Client[TrainCommand, TrainResult, Welcome]):
             keeps_calls=True,
         )
         self._engine, self._operations = engine, dict(operations)
+        self._batches: BatchClient | None = None
+        self._taken: Groups = ()
         self._is_stopped = False
         host, port = "", 0
         if rank == 0:
@@ -397,6 +419,8 @@ class TrainWorker(Client[TrainCommand, TrainResult, Welcome]):
             self.flush(RECONNECT_DEADLINE_S)
         finally:
             self.close()
+            if self._batches is not None:
+                self._batches.close()
 
     def hello(self) -> Joined:
         return self._joined
@@ -435,8 +459,12 @@ class TrainWorker(Client[TrainCommand, TrainResult, Welcome]):
                         f"setup must return (data-parallel rank, data-parallel size), got {place}"
                     )
                 return Done(data_parallel_rank=place[0], data_parallel_size=place[1])
+            case TakeTensors():
+                return self._take(call.command)
             case TrainStep(step=step, groups=groups):
-                return Done(metrics=step_metrics(engine.train_step(step, groups)))
+                taken, self._taken = self._taken, ()
+                given = taken if groups is None else groups
+                return Done(metrics=step_metrics(engine.train_step(step, given)))
             case PreparePublish(version=version):
                 with log_fields(version=version):
                     return Done(sends_copies=bool(engine.prepare_publish(version)))
@@ -451,6 +479,22 @@ class TrainWorker(Client[TrainCommand, TrainResult, Welcome]):
                 self._is_stopped = True
                 engine.close()
         return Done()
+
+    def _take(self, command: TakeTensors) -> Done:
+        """Fetch the tensors of the groups, and keep the groups if no tensor is lost."""
+        # The memory of earlier groups becomes free before new memory is allocated.
+        self._taken = ()
+        if self._batches is None:
+            transport = environment_value("WINDLASS_TRANSPORT") or "auto"
+            self._batches = BatchClient(self._url, self._token, transport=transport)
+        asked = TrainingBatch(command.step, tuple(chain.from_iterable(command.groups)))
+        batch, lost = self._batches.fetch(
+            asked, self._joined.rank, self._joined.world_size, deadline_s=command.deadline_s
+        )
+        if not lost:
+            samples = iter(batch.samples)
+            self._taken = tuple([tuple(islice(samples, len(g))) for g in command.groups])
+        return Done(lost=lost)
 
 
 def step_metrics(found: object) -> dict[str, float]:

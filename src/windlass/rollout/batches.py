@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import time
 import uuid
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Annotated
 from urllib.parse import urlencode
 
@@ -85,6 +86,9 @@ ASK_EVERY_S = 20.0
 """Seconds after which a waiting rank repeats its request, because some networks drop silent connections."""
 ANSWER_MARGIN_S = 2.0
 """Seconds that a rank waits for an answer beyond the wait that it requested."""
+MAX_WRITES = 5
+"""Largest number of writes of a rank's tensors. After a write that failed, its memory is not used again, because late
+bytes may arrive."""
 BACKOFF = Backoff(0.05, 1.0)
 """Pauses between the requests of a rank to which the controller gave no usable answer."""
 
@@ -219,6 +223,8 @@ class BatchQueue:
         self._references = References(lambda held: self.store.release([held.key]))
         self._write: WriteWith = _no_workers
         self._confirmations: dict[int, Confirmations] = {}
+        # Held tensors of the samples of each `lend` in progress.
+        self._lent: list[Mapping[str, tuple[HeldTensor, str]]] = []
         # Step -> task ids of samples whose tensors are lost, until the step is put again.
         self._lost: dict[int, tuple[str, ...]] = {}
         self._batches: OrderedDict[int, tuple[tuple[TrainingSample, ...], ...]] = OrderedDict()
@@ -326,6 +332,27 @@ class BatchQueue:
             ),
         )
         return self._lost.get(step, ())
+
+    @contextlib.asynccontextmanager
+    async def lend(
+        self, groups: Iterable[Sequence[TrainingSample]]
+    ) -> AsyncIterator[tuple[tuple[TrainingSample, ...], ...]]:
+        """Let trainer ranks fetch the held tensors of samples inside the block, with `BatchClient.fetch`.
+
+        This is for samples that ranks get from a `TrainController` and not from this queue. The block gets the samples.
+        This process holds the large tensors of those that a recipe made.
+
+        Raises:
+            ConfigError: a value of a group is not a `TrainingSample`.
+        """
+        whole = check_groups("BatchQueue: lend", groups)
+        whole = tuple([tuple([await self._held(each) for each in group]) for group in whole])
+        lent = held_in(sample for group in whole for sample in group)
+        self._lent.append(lent)
+        try:
+            yield whole
+        finally:
+            self._lent = [each for each in self._lent if each is not lent]
 
     def write_with(self, write: WriteWith) -> None:
         """Set the function that lets workers write the tensors that they hold."""
@@ -459,6 +486,8 @@ class BatchQueue:
         except ProtocolError as error:
             raise web.HTTPBadRequest(text=str(error)) from error
         known = held_in(self._shard(asked))
+        for lent in self._lent:
+            known.update(lent)
         # The address by which the rank reaches the controller also reaches the controller's transport.
         self.store.towards = str(request.url.origin())
         done = await write_tensors(known, asked, self.store, self._write)
@@ -617,6 +646,49 @@ class BatchClient(Closing):
         Raises:
             TransferError: a write failed.
         """
+        whole, lost = self._fetched(batch, rank, world_size, deadline)
+        keys = tuple(held_in(batch.samples))
+
+        def confirm(wait_s: float) -> bytes:
+            return encode(Confirm(batch.step, rank, world_size, keys, lost, wait_s))
+
+        answer = self._ask("POST", lambda _: "/v1/batches/confirm", confirm, deadline)
+        return whole if CONFIRMED.decode(answer).usable else None
+
+    def fetch(
+        self, batch: TrainingBatch, rank: int, world_size: int, *, deadline_s: float
+    ) -> tuple[TrainingBatch, tuple[str, ...]]:
+        """Return a batch that `BatchQueue.lend` lends with the elements of its tensors, and the keys of lost tensors.
+
+        If tensors are lost, the batch has no elements. The client repeats a write that failed.
+
+        Args:
+            batch: samples of this rank.
+            rank: number of this rank.
+            world_size: number of ranks.
+            deadline_s: seconds for the whole call.
+
+        Raises:
+            AuthenticationError: wrong token.
+            PeerTimeout: the controller did not answer within `deadline_s`.
+            TransferError: `MAX_WRITES` writes have failed.
+        """
+        what = (
+            f"BatchClient: got no tensors of step {batch.step} from {self._url} in {deadline_s:g} s"
+        )
+        deadline, pauses = Deadline.after(deadline_s, what), BACKOFF.pauses()
+        for _ in range(MAX_WRITES - 1):
+            try:
+                return self._fetched(batch, rank, world_size, deadline)
+            except TransferError as error:
+                _log.warning("%s; trying again", error)
+                time.sleep(min(next(pauses), deadline.remaining_s))
+        return self._fetched(batch, rank, world_size, deadline)
+
+    def _fetched(
+        self, batch: TrainingBatch, rank: int, world_size: int, deadline: Deadline
+    ) -> tuple[TrainingBatch, tuple[str, ...]]:
+        """Return the batch with its elements, and the keys of lost tensors; see `RankTensors.fetch`."""
 
         def ask(keys: tuple[str, ...], offsets: tuple[int, ...], to: Destination) -> TensorsWritten:
             fetch = Fetch(batch.step, rank, world_size, keys, offsets, to, deadline.remaining_s)
@@ -626,14 +698,7 @@ class BatchClient(Closing):
                 self._ask("POST", lambda _: path, lambda _: body, deadline, WRITE_S)
             )
 
-        whole, lost = self._tensors.fetch(batch, ask)
-        keys = tuple(held_in(batch.samples))
-
-        def confirm(wait_s: float) -> bytes:
-            return encode(Confirm(batch.step, rank, world_size, keys, lost, wait_s))
-
-        answer = self._ask("POST", lambda _: "/v1/batches/confirm", confirm, deadline)
-        return whole if CONFIRMED.decode(answer).usable else None
+        return self._tensors.fetch(batch, ask)
 
     def _ask(
         self,
