@@ -149,7 +149,10 @@ async def run_job(
 
 @contextmanager
 def _watchable(folder: Path, token: str, *, is_made_up: bool) -> Iterator[None]:
-    """Write a made-up token into the output folder, for `windlass status` of the same user; delete it at the end."""
+    """Write the job's random token into a file of the output folder during the block, for `windlass status` of the user.
+
+    If the user has chosen the token (not `is_made_up`), write no file. Delete a file of an earlier job.
+    """
     file = folder / TOKEN
     file.unlink(missing_ok=True)
     if is_made_up:
@@ -162,7 +165,7 @@ def _watchable(folder: Path, token: str, *, is_made_up: bool) -> Iterator[None]:
 
 
 def how_to_watch(url: str, folder: Path) -> str:
-    """Return a line with the command that shows a running job.
+    """Return a line with the command that shows a running job. It names the token file if the job wrote one.
 
     Args:
         url: address of the job's controller.
@@ -439,6 +442,7 @@ class Job:
         return summary
 
     def _summary(self, rollouts: dict[str, int]) -> JobSummary:
+        """Return the summary of the job until now. `rollouts` has the counts of the rollout controller."""
         coordinator = self.controller.coordinator
         return JobSummary(
             steps=self._steps,
@@ -451,6 +455,7 @@ class Job:
         )
 
     def _write_report(self) -> None:
+        """Write the status page of the job into its output folder. Log an error of the file and continue."""
         page = saved_page(self.controller.overview(), f"the job in {self._output_dir.name}/")
         try:
             write_file(self._output_dir / REPORT, page.encode())
@@ -594,7 +599,9 @@ class Job:
         return f"to continue after step {self._saved_steps} from {folder}: {how}"
 
     async def _guard(self, parts: Sequence[ProcessSpec], role: Access, max_restarts: int) -> None:
-        """Start an engine or worker, and start it again when it ends or hangs.
+        """Start an engine or worker, and start it again when it ends or hangs, each time after a longer pause.
+
+        An engine that shares GPUs with trainer ranks starts only while the ranks are started.
 
         Args:
             parts: processes to start. A worker has one process. An engine has one process per node; if one of them
@@ -658,6 +665,13 @@ class Job:
     # --- the work ----------------------------------------------------------------------------
 
     async def _work(self) -> None:
+        """Start all processes, publish the first version, and train until the steps are done or the tasks end.
+
+        After a failure of the ranks, start them again. At the end, stop scoring and submitting tasks.
+
+        Raises:
+            WindlassError: see `run_job`.
+        """
         config = self._config
         producer: asyncio.Task[None] | None = None
         try:
@@ -690,7 +704,7 @@ class Job:
                 await asyncio.gather(producer, return_exceptions=True)
 
     def _end_of_tasks(self) -> None:
-        """Report that the recipe has no more tasks, and the number of groups that the job did not train on.
+        """Print that the recipe has no more tasks, and the number of groups that the job did not train on.
 
         Raises:
             WindlassError: the job has trained no step.
@@ -708,6 +722,14 @@ class Job:
         self._notify(said)
 
     async def _start(self) -> None:
+        """Start the ranks, and wait until ranks, engines and workers are connected. `_guard` starts engines and workers.
+
+        Without worker processes, run the recipe's workflows in this process. Show on the progress display what is missing.
+
+        Raises:
+            PeerTimeout: a process did not connect within `start_deadline_s`.
+            TrainerError, ConfigError: see `_start_ranks`.
+        """
         config, controller, progress = self._config, self.controller, self._progress
         deadline_s = config.start_deadline_s
         if config.rollout.tokenizer:
@@ -782,7 +804,7 @@ class Job:
         return rollouts.stats().version if rollouts.recovered.groups else -1
 
     async def _start_again(self, error: TrainerError) -> None:
-        """Start the ranks again from the newest checkpoint after the ranks have failed.
+        """Start the ranks again from the newest checkpoint after the ranks have failed with `error`.
 
         The job publishes the checkpoint's weights as a new version, because engines may have weights of later steps.
         Rollouts continue while the ranks restart. The steps since the checkpoint and the current batch are lost.
@@ -812,12 +834,14 @@ class Job:
         raise error
 
     async def _publish(self) -> None:
+        """Publish the weights of the ranks as the next version; see `TrainController.publish`."""
         self.version += 1
         deadline_s = self._config.trainer.publish_deadline_s
         with self._waiting_for(self._describe_update):
             await self._trainers.publish(self.version, deadline_s=deadline_s)
 
     def _describe_update(self) -> str:
+        """Return a text about the current update: its version, its phase, and the processes that are not connected."""
         coordinator = self.controller.coordinator
         names = [engine.name for engine in self._config.engines]
         missing = coordinator.fleet.missing(self._config.trainer.world_size, names)
@@ -828,6 +852,9 @@ class Job:
 
     async def _save(self) -> None:
         """Save a checkpoint of the ranks and the recipe, and delete old checkpoints as `trainer.keep` says.
+
+        The checkpoint becomes the newest one. Restarts of the ranks are counted from zero again, and groups that were
+        trained on since the previous checkpoint are removed from the journal of rollouts.
 
         Write the checkpoint's record last, because a folder with a record counts as finished.
         """
@@ -886,6 +913,15 @@ class Job:
             self.controller.rollouts.acknowledge(task_ids)
 
     async def _step(self, batch: list[list[TrainingSample]]) -> None:
+        """Train one step on the samples of each group, publish the new weights, and run what follows a step.
+
+        This is: hooks of the recipe, the audit record, the journal of rollouts, a checkpoint, metrics and an evaluation,
+        each if the job has it. The groups are then no longer open.
+
+        Raises:
+            TrainerError: the ranks failed, or the update failed.
+            WindlassError: a metric is not finite, or a hook or the evaluation failed.
+        """
         trainer, step = self._config.trainer, self._steps
         samples = [sample for group in batch for sample in group]
         with self._in_hook(f"before_step of step {step}"):
@@ -954,7 +990,10 @@ class Job:
             _log.error("%s: version %d is not recorded: %s", AUDIT, self.version, error)
 
     async def _evaluate(self) -> None:
-        """Evaluate the newest version. The next step begins afterwards, so engines do not change their version."""
+        """Wait until the fleet serves the newest version, evaluate it, and record the metrics.
+
+        The next step begins afterwards, so engines do not change their version during the evaluation.
+        """
         with self._waiting_for(self._describe_update):
             deadline_s = self._config.trainer.publish_deadline_s
             await self._trainers.finish_update(deadline_s=deadline_s)
@@ -1009,7 +1048,7 @@ class Job:
             self._asked_for_task_at = None
 
     async def _submit(self, task: Task, deadline_s: float) -> None:
-        """Wait until the staleness bound admits a task, and submit the task as one group.
+        """Wait until the staleness bound admits a task, submit the task as one group, and record the group as open.
 
         Raises:
             ConfigError: no worker knows the task's workflow.
@@ -1121,6 +1160,7 @@ def _check_metrics(number: int, result: StepResult) -> None:
 
 
 def _pause_s(restarts: int) -> float:
+    """Return the seconds to wait before the next restart of a process that was restarted `restarts` times."""
     return float(min(FIRST_PAUSE_S * 2**restarts, MAX_PAUSE_S))
 
 
@@ -1293,11 +1333,13 @@ def check_host(config: LaunchConfig) -> None:
 
 
 def _check_python(where: str, python: str) -> None:
+    """Raise `ConfigError` if a Python interpreter is given and is no program on this host."""
     if python and shutil.which(python) is None:
         raise ConfigError(f"{where}python must be a program on this host, got {python!r}")
 
 
 def _check_model(engine: EngineSection) -> None:
+    """Raise `ConfigError` if an engine's model does not exist, or is a folder without a config.json."""
     # Engine kinds of other packages may take a `model` that is not a path.
     is_known = ENGINES.find(engine.kind).module.startswith("windlass.")
     if is_known and not Path(engine.model).exists():
@@ -1310,11 +1352,13 @@ def _check_model(engine: EngineSection) -> None:
 
 
 def _check_folder(what: str, folder: str) -> None:
+    """Raise `ConfigError` if a checkpoint folder has no config.json. `what` names the setting in the error."""
     if not Path(folder, "config.json").exists():
         raise ConfigError(f"{what} must be a checkpoint folder with a config.json, got {folder!r}")
 
 
 def _check_port(engine: EngineSection, owner: str) -> None:
+    """Raise `ConfigError` unless `owner`, the process that has this engine's port, is the engine itself."""
     if owner != engine.name:
         raise ConfigError(
             f"engines {engine.name!r}: port must differ from the port of {owner} on the same host, got {engine.port}"
@@ -1346,6 +1390,7 @@ def _check_hosts(config: LaunchConfig) -> None:
 
 
 def _rank_command(config: LaunchConfig) -> tuple[str, ...]:
+    """Return the command of a trainer rank: the user's script, or the built-in trainer with its settings as JSON."""
     trainer = config.trainer
     program: tuple[str, ...] = (trainer.script, *trainer.arguments)
     if config.training is not None:
@@ -1402,10 +1447,12 @@ def job_processes(config: LaunchConfig, url: str) -> list[tuple[list[ProcessSpec
 
 
 def _worker_name(number: int) -> str:
+    """Return the name of a worker process."""
     return f"worker-{number}"
 
 
 def _worker(config: LaunchConfig, number: int, url: str) -> ProcessSpec:
+    """Return the process of a rollout worker that connects to the controller at `url`."""
     script, name = config.rollout.worker_script, _worker_name(number)
     program = (script,) if script else ("-m", "windlass.rollout.worker")
     python = config.rollout.python or sys.executable

@@ -55,6 +55,7 @@ from windlass.sampling import SamplingParams
 _log = logging.getLogger(__name__)
 
 HEARTBEAT_S = 20.0
+"""Seconds between two pings to a rank."""
 LOG_LINES = 20
 """Number of log lines of a rank in an error."""
 DEATH_GRACE_S = 1.0
@@ -78,6 +79,7 @@ class _RankFailed(TrainerError):
 
 
 _Wait = asyncio.Future[TrainResult] | asyncio.Task[bool]
+"""Answer of a rank, or the wait for its connection."""
 
 
 def rank_specs(
@@ -236,7 +238,7 @@ class TrainController:
     async def start(self, url: str, *, deadline_s: float) -> None:
         """Start all ranks, wait until they have connected, and call `TrainEngine.setup` on each.
 
-        Ranks of an earlier start are ended first. The new ranks do not load a checkpoint; see `load`. If an engine still
+        Ranks of an earlier start are ended first, and the failure that they had is forgotten. The new ranks do not load a checkpoint; see `load`. If an engine still
         runs on the nodes that the scheduler reserved for the earlier ranks, the new ranks start on these nodes, too.
 
         Args:
@@ -380,7 +382,7 @@ class TrainController:
         await self._finish_update(Deadline.after(deadline_s, "publish"))
 
     async def _finish_update(self, deadline: Deadline) -> None:
-        """Wait for the end of the update in progress, if there is one.
+        """Wait for the end of the update in progress, if there is one, and forget the update.
 
         Raises:
             TrainerError: the version was not published, a rank died, or the deadline passed.
@@ -477,6 +479,11 @@ class TrainController:
         ]
 
     def _commands(self, operation: str, arguments: Sequence[object]) -> list[TrainCommand]:
+        """Return the command for each rank, which runs an operation with the rank's argument.
+
+        Raises:
+            ConfigError: a rank has no such operation, or an argument cannot be encoded or is too large.
+        """
         lacking = [rank.peer for rank in self._ranks if operation not in rank.operations]
         if lacking:
             known = sorted({name for rank in self._ranks for name in rank.operations})
@@ -507,8 +514,9 @@ class TrainController:
         await self._end_ranks(min(grace_s, BROKEN_GRACE_S) if broken else grace_s)
 
     async def _end_ranks(self, grace_s: float) -> None:
-        """End all started ranks at the same time; each has `grace_s` before SIGKILL.
+        """End the processes of all started ranks at the same time, and close their connections.
 
+        Each process has `grace_s` before SIGKILL. Engines that share GPUs with the ranks wait from now on.
         If ending a rank fails, all other ranks are still ended, and then the first error is raised.
         """
         self.ranks_started.clear()
@@ -530,6 +538,14 @@ class TrainController:
     async def _collective(
         self, commands: Sequence[TrainCommand], deadline_s: float
     ) -> tuple[Done, ...]:
+        """Send each rank its command, wait for all answers, and return the answers in rank order.
+
+        Only one such call runs at a time. From a command other than `Save` until the next `publish`, the ranks may change
+        their weights, so the coordinator must not let engines catch up from them.
+
+        Raises:
+            TrainerError: an earlier call failed, or see `_wait_for_all`.
+        """
         async with self._lock:
             # An earlier call may have set the failure while this call waited for the lock.
             if self._failure:
@@ -601,16 +617,19 @@ class TrainController:
                 wait.cancel()
 
     async def _watch(self, name: str) -> str:
+        """Wait for the end of a process; return a text with its exit status and the end of its log."""
         status = await self._scheduler.wait(name)
         ended = f"{name} ended with exit status {status.returncode}"
         return f"{ended}; its log ends:\n{await self._log_tail(name)}"
 
     async def _log_tail(self, name: str) -> str:
+        """Return the last `LOG_LINES` lines of a process's log."""
         return await self._scheduler.log_tail(name, LOG_LINES)
 
     # --- connections -------------------------------------------------------------------------
 
     async def _serve(self, request: web.Request) -> web.StreamResponse:
+        """Serve the connection of a rank until it ends."""
         return await serve(
             request, self, RANK_FRAMES, heartbeat_s=HEARTBEAT_S, max_nbytes=MAX_MESSAGE_NBYTES
         )
@@ -620,6 +639,14 @@ class TrainController:
         first: RankFrame,
         socket: web.WebSocketResponse,  # noqa: ARG002
     ) -> tuple[_Rank, Welcome]:
+        """Check the first frame of a connection; return the session of the rank, and the answer to the frame.
+
+        Record the process as the rank's process, with its operations. From rank 0, record the address of the TCP store.
+
+        Raises:
+            ProtocolError: the frame is no `Joined`, or has another protocol version, number of ranks or start of the ranks.
+            MustWait: another process has this rank's number.
+        """
         if not isinstance(first, Joined):
             raise ProtocolError("train worker: the first frame must be Joined, got a reply")
         check_version(first.protocol_version, "train worker")
@@ -641,9 +668,15 @@ class TrainController:
         return rank, Welcome()
 
     async def admitted(self, session: _Rank) -> None:
+        """Record that the rank has connected, and wake `start`; see `rpc.Owner`."""
         session.joined.set()
 
     async def received(self, session: _Rank, frame: RankFrame) -> None:
+        """Give a rank's reply to the call that waits for it; see `rpc.Owner`.
+
+        Raises:
+            Garbled: the rank sent a second `Joined`.
+        """
         if isinstance(frame, Joined):
             raise Garbled(f"{session.peer}: Joined may be sent only once")
         session.on_reply((frame.epoch, frame.round, frame.seq), frame.result)
@@ -689,6 +722,7 @@ def _value_of(rank: _Rank, done: Done) -> Any:
 
 
 async def _published(update: CalledUpdate) -> TrainResult:
+    """Wait for the end of an update; return `Failed` with the reason if its version was not published."""
     report = await asyncio.shield(update.report)
     if report.outcome is RoundOutcome.PUBLISHED:
         return Done()
@@ -696,6 +730,7 @@ async def _published(update: CalledUpdate) -> TrainResult:
 
 
 async def _copied(update: CalledUpdate) -> TrainResult:
+    """Wait until an update's weights are copied to the replicas. If the update ends before, return as `_published` does."""
     copied = asyncio.create_task(update.copied.wait())
     await asyncio.wait([copied, update.report], return_when=asyncio.FIRST_COMPLETED)
     copied.cancel()
@@ -705,6 +740,12 @@ async def _copied(update: CalledUpdate) -> TrainResult:
 def _weighted_mean(
     metrics: Sequence[Mapping[str, float]], weights: Sequence[float]
 ) -> dict[str, float]:
+    """Return the weighted mean of each metric over the ranks that have it; 0 if their weights are all 0.
+
+    Args:
+        metrics: metrics of each rank, by name.
+        weights: weight of each rank.
+    """
     names = dict.fromkeys(name for found in metrics for name in found)
     means = {}
     for name in names:

@@ -36,7 +36,9 @@ from windlass.sampling import SamplingParams
 _log = logging.getLogger(__name__)
 
 RECONNECT_DEADLINE_S = 30.0
+"""Seconds without a reachable controller after which a rank ends; also its longest wait to send its last answer."""
 STORE_DEADLINE_S = 300.0
+"""Timeout of the TCP store that rank 0 serves."""
 JOINS_STORE = {"TORCHELASTIC_USE_AGENT_STORE": "True", "TORCHELASTIC_RESTART_COUNT": "0"}
 """Environment variables that make torch join the job's store. The restart count is a prefix of the store's keys."""
 LOGPROB_DIFFERENCE = "logprob_difference"
@@ -51,6 +53,7 @@ T = TypeVar("T")
 # --- messages between a train controller and its ranks -----------------------------------------------
 
 MAX_MESSAGE_NBYTES = 1 << 30
+"""Largest size of a message between the train controller and a rank."""
 
 
 class Joined(msgspec.Struct, frozen=True, tag="joined"):
@@ -334,7 +337,7 @@ def run_train_worker(
 
 @final
 class _CallingThread(concurrent.futures.Executor):
-    """Executor that runs functions in the thread that calls `run_next`: user code may need to run always in one thread."""
+    """Executor that runs functions in the thread that calls `run_next`: user code may have to run in one thread always."""
 
     def __init__(self) -> None:
         self._jobs: queue.SimpleQueue[Callable[[], object]] = queue.SimpleQueue()
@@ -343,6 +346,7 @@ class _CallingThread(concurrent.futures.Executor):
     def submit(  # type: ignore[override]
         self, job: Callable[[*Arguments], T], /, *args: *Arguments
     ) -> concurrent.futures.Future[T]:
+        """Queue a function for `run_next`; return a future of its result or exception."""
         future: concurrent.futures.Future[T] = concurrent.futures.Future()
 
         def run() -> None:
@@ -423,17 +427,27 @@ class TrainWorker(Client[TrainCommand, TrainResult, Welcome]):
                 self._batches.close()
 
     def hello(self) -> Joined:
+        """Return the first frame of each connection; see `Client`."""
         return self._joined
 
     def on_frame(self, frame: Welcome) -> None:
         """Ignore the controller's answer to `Joined`: it has no content."""
 
     def failed(self, error: Exception, command: TrainCommand | None) -> Failed:
+        """Log the traceback of a command that raised, and return the answer for it; see `Client`."""
         name = "unreadable command" if command is None else type(command).__name__
         _log.error("%s failed", name, exc_info=error)
         return Failed(f"{type(error).__name__}: {error}")
 
     def execute(self, call: Envelope[TrainCommand]) -> Done:
+        """Run a command, and return its answer; see `Client`.
+
+        `Setup` sets MASTER_ADDR and MASTER_PORT in this process. `Stop` closes the engine and ends `work`.
+
+        Raises:
+            ConfigError: the engine's `setup` or `train_step` returned values of a wrong type, or a value of an operation
+                cannot be encoded.
+        """
         engine = self._engine
         match call.command:
             case Setup(store_host=host, store_port=port, deadline_s=deadline_s, sampling=sampling):
