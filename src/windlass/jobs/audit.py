@@ -21,6 +21,7 @@ from windlass.rollout.messages import TrainingSample
 from windlass.sampling import SamplingParams
 
 AUDIT = "audit.sqlite3"
+"""Name of the file in the output folder."""
 _SCHEMA = """
 CREATE TABLE IF NOT EXISTS versions (
     version INTEGER PRIMARY KEY, step INTEGER, time REAL, sampling TEXT, is_published INTEGER
@@ -115,6 +116,7 @@ class AuditRecord:
 
 
 def _encoded(sample: TrainingSample) -> bytes:
+    """Return a sample without its tensors as msgpack."""
     return msgspec.msgpack.encode(msgspec.structs.replace(sample, tensors={}))
 
 

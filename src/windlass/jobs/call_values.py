@@ -51,6 +51,11 @@ def decode_call_value(encoded: bytes) -> Any:
 
 
 def _plain_or_frame(value: object) -> object:
+    """Return a value that msgpack cannot encode as a plain value; a tensor with dims becomes an extension.
+
+    Raises:
+        TypeError: there is no plain value, or the tensor is sharded, sparse, or of a dtype without a name here.
+    """
     # Without an import of torch, no value is a tensor.
     torch: Any = sys.modules.get("torch")
     if torch is None or not isinstance(value, torch.Tensor) or not value.ndim:
@@ -71,6 +76,7 @@ def _plain_or_frame(value: object) -> object:
 
 
 def _tensor_of(code: int, data: memoryview) -> torch.Tensor:
+    """Return the tensor in a msgpack extension, in host memory; raise `ValidationError` for other extensions."""
     import torch
 
     from windlass.memory.torch_dtypes import torch_dtype

@@ -33,6 +33,7 @@ from windlass.sampling import SamplingParams
 from windlass.transports.registry import parse_transport
 
 HERE = "{here}"
+"""Text that a job file may contain in its values; it stands for the folder of the file."""
 
 
 class RecipeSection(msgspec.Struct, frozen=True, kw_only=True):
@@ -118,6 +119,7 @@ class TrainerSection(msgspec.Struct, frozen=True, kw_only=True):
 
 
 CHECKPOINT_RECORD = "job.json"
+"""Name of the file in a checkpoint's folder that marks the checkpoint as finished."""
 
 
 class Checkpoint(msgspec.Struct, frozen=True, kw_only=True):
@@ -620,6 +622,7 @@ def _convert_path(kind: type, value: object) -> object:
 
 
 def _expand(value: Any, here: str) -> Any:
+    """Return a value of a job file in which `HERE`, also in nested texts, is replaced by the folder `here`."""
     if isinstance(value, str):
         return value.replace(HERE, here)
     if isinstance(value, list):
@@ -686,6 +689,10 @@ def _all_values(
 
 
 def _unknown_key(where: str, key: str, known: Sequence[str]) -> str:
+    """Return the mistake for an unknown key of a table; see `_take_unknown`.
+
+    The text also names other tables that have the key, and our name for a key of TRL or verl.
+    """
     likely = difflib.get_close_matches(key, known, n=len(known))
     keys = [*likely, *(each for each in known if each not in likely)]
     tables = [

@@ -84,6 +84,7 @@ class JsonLines(Sequence[Row]):
             raise ConfigError(f"data: {str(path)!r} must have at least one row, got none")
 
     def __len__(self) -> int:
+        """Return the number of rows."""
         return len(self._places)
 
     @overload

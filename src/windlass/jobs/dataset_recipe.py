@@ -26,7 +26,9 @@ class DatasetRecipe(Recipe):
     _epoch = _index = 0
 
     def check(self, config: LaunchConfig) -> None:
-        """Make the tasks of the first rows. A subclass that overrides this method must call it.
+        """Store the settings, load the data sets, and make the task of each first row.
+
+        A subclass that overrides this method must call it.
 
         Raises:
             ConfigError: a data set cannot be read or has no rows, or its first row lacks a column.
@@ -100,6 +102,7 @@ class DatasetRecipe(Recipe):
         return ({"role": "system", "content": data.system}, user) if data.system else (user,)
 
     def tasks(self) -> Iterator[Task]:
+        """Yield the task of each row from the current position on, in the order of each epoch; advance the position."""
         data = self.data
         for epoch in itertools.count(self._epoch):
             if data.epochs and epoch >= data.epochs:
@@ -114,9 +117,11 @@ class DatasetRecipe(Recipe):
                 yield self.task(self.rows[order[index]])
 
     def state(self) -> object:
+        """Return the position after the newest task, and the number of rows; see `Recipe.state`."""
         return {"epoch": self._epoch, "index": self._index, "num_rows": len(self.rows)}
 
     def load(self, state: Any) -> None:
+        """Set the position; raise `ConfigError` if the data set now has another number of rows. See `Recipe.load`."""
         if (num_rows := len(self.rows)) != state["num_rows"]:
             raise ConfigError(
                 f"data.path must have the {state['num_rows']} rows that the checkpoint's data set had, got {num_rows}"
@@ -124,4 +129,5 @@ class DatasetRecipe(Recipe):
         self._epoch, self._index = state["epoch"], state["index"]
 
     def evaluation_tasks(self) -> Iterable[Task]:
+        """Return the tasks of all rows of evaluations."""
         return [self.task(row) for row in self.evaluation_rows]

@@ -104,6 +104,7 @@ async def with_rewards(scorer: Scorer, group: RolloutGroup) -> RolloutGroup:
 
 
 def _checked_tasks(recipe: Recipe) -> list[Task]:
+    """Return the recipe's evaluation tasks; raise `ConfigError` if there are none, or a value is no `Task`."""
     tasks: list[Any] = list(recipe.evaluation_tasks())
     if not tasks:
         raise ConfigError("recipe: evaluation_tasks must return at least one Task, got none")
@@ -114,6 +115,7 @@ def _checked_tasks(recipe: Recipe) -> list[Task]:
 
 
 def _check_version(rollout: Rollout, version: int) -> None:
+    """Raise `WindlassError` if an answer has tokens of another version."""
     if others := {*rollout.versions} - {version}:
         raise WindlassError(
             f"evaluation of version {version}: all tokens must be of this version, got tokens of {sorted(others)} "
@@ -122,6 +124,7 @@ def _check_version(rollout: Rollout, version: int) -> None:
 
 
 def _checked_metrics(metrics: object) -> dict[str, float]:
+    """Return metrics as Python floats by name; raise `ConfigError` if they are not finite numbers by name."""
     if not isinstance(metrics, Mapping):
         raise ConfigError(
             f"recipe: evaluation_metrics must return a mapping of metrics, got {metrics!r}"

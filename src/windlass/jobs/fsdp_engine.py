@@ -288,6 +288,11 @@ class FsdpEngine(TrainEngine):
         return self._mesh
 
     def setup(self, context: TrainContext) -> tuple[int, int]:
+        """Start the process group, build and shard the module, build the optimizer, and connect to the fleet. Collective.
+
+        Returns:
+            Data-parallel rank of this rank, and number of data-parallel ranks.
+        """
         axes = self._sizes.axes(context.world_size)
         start_process_group(context, self._backend, self._device)
         torch.manual_seed(self._seed)
@@ -339,6 +344,12 @@ class FsdpEngine(TrainEngine):
         fully_shard(model, mesh=self._shard_mesh, mp_policy=self._mixed_precision)
 
     def train_step(self, step: int, groups: Samples) -> Mapping[str, float]:
+        """Take one optimizer step, and step the schedule; see `TrainEngine.train_step`. Collective.
+
+        Returns:
+            The mean loss, the further scalars of the loss, and where they exist the gradient norm before clipping
+            (`grad_norm`), the learning rate of this step (`lr`), and in step 0 `LOGPROB_DIFFERENCE`.
+        """
         if self._prepare is not None:
             groups = self._prepare(groups)
         if step or self._sampling is None:
@@ -350,7 +361,8 @@ class FsdpEngine(TrainEngine):
         return {**metrics, **check.metrics()}
 
     def _train_step(self, groups: Samples) -> dict[str, float]:
-        model, optimizer = self.model, self._stepped()
+        """Do the work of `train_step` on prepared groups, without the check of log-probabilities."""
+        model, optimizer = self.model, self._existing_optimizer()
         optimizer.zero_grad()
         found: dict[str, list[torch.Tensor]] = defaultdict(list)
         pieces = micro_batches(
@@ -379,6 +391,7 @@ class FsdpEngine(TrainEngine):
         return metrics
 
     def prepare_publish(self, version: int) -> bool:
+        """See `TrainEngine.prepare_publish`. Raise `ConfigError` without a connection to the fleet."""
         if self._client is None:
             raise ConfigError("FsdpEngine: publish_to_fleet must be True to publish, got False")
         self._client.prepare_publish(version)
@@ -397,6 +410,7 @@ class FsdpEngine(TrainEngine):
             self._export(self.model, Path(path))
 
     def load(self, path: str) -> None:
+        """Load model, optimizer and schedule in place from a checkpoint of `save`. Collective."""
         from torch.distributed.checkpoint.state_dict import set_state_dict
         from torch.distributed.checkpoint.state_dict_loader import load
 
@@ -406,26 +420,29 @@ class FsdpEngine(TrainEngine):
             self._lr_schedule.load_state_dict(state["lr_schedule"])
         set_state_dict(
             self.model,
-            self._stepped(),
+            self._existing_optimizer(),
             model_state_dict=state["model"],
             optim_state_dict=state["optimizer"],
         )
 
     def _state(self) -> dict[str, Any]:
+        """Return the sharded state of model, optimizer and schedule for a distributed checkpoint. Collective."""
         from torch.distributed.checkpoint.state_dict import get_state_dict
 
-        model, optimizer = get_state_dict(self.model, self._stepped())
+        model, optimizer = get_state_dict(self.model, self._existing_optimizer())
         state = {"model": model, "optimizer": optimizer}
         if self._lr_schedule is not None:
             state["lr_schedule"] = self._lr_schedule.state_dict()
         return state
 
-    def _stepped(self) -> torch.optim.Optimizer:
+    def _existing_optimizer(self) -> torch.optim.Optimizer:
+        """Return the optimizer; raise `ConfigError` before `setup`."""
         if self._optimizer is None:
             raise ConfigError("FsdpEngine: no optimizer yet; call setup first")
         return self._optimizer
 
     def close(self) -> None:
+        """Close the connection to the fleet, and end torch's process groups. Idempotent."""
         if self._client is not None:
             self._client.close()
             self._client = None

@@ -22,7 +22,9 @@ from windlass.rollout.messages import TrainingSample
 from windlass.sampling import SamplingParams
 
 MAX_SAMPLES = 8
+"""Largest number of samples that a rank compares."""
 MAX_PLACES = 64
+"""Largest number of places in a forward pass at which one sample is compared."""
 _MAX_DISTANCE = 1.0
 """Upper limit of a token's distance, which would be infinite if rounding moves the token out of the `top_p` set."""
 
@@ -65,6 +67,10 @@ class LogprobCheck:
     def _compare(
         self, _model: torch.nn.Module, given: tuple[Any, ...], named: dict[str, Any], output: Any
     ) -> None:
+        """Compare samples with the logits of a forward pass that contains them; torch calls this hook of the model.
+
+        Add their differences to `distances`, and do not compare these samples again.
+        """
         tokens = _whole(given[0] if given else named.get("input_ids"), 2)
         logits = _whole(
             output if isinstance(output, torch.Tensor) else vars(output).get("logits"), 3

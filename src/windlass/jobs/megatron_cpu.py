@@ -21,7 +21,7 @@ class _Stream:
         pass
 
     def synchronize(self) -> None:
-        pass
+        """Return at once."""
 
 
 def install() -> None:
@@ -68,6 +68,7 @@ class _OnCpu(TorchFunctionMode):
     def __torch_function__(
         self, func: Any, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
+        """Call a function of torch with the device "cpu" in place of CUDA devices, and without pinned memory."""
         kwargs = dict(kwargs or {})
         if str(kwargs.get("device", "")).startswith("cuda"):
             kwargs["device"] = "cpu"

@@ -49,9 +49,9 @@ configuration, whether the chunk has the embedding, whether the chunk has the ou
 pipeline stage (None without virtual stages)."""
 
 LossOf = Callable[[torch.Tensor], torch.Tensor]
+"""Function that computes the scalar loss from the output of the last pipeline stage."""
 Forward = Callable[[torch.nn.Module, Samples], tuple[torch.Tensor, LossOf]]
-"""Function of a model chunk and the groups of a micro-batch. It returns the chunk's output, and a function that
-computes the scalar loss from the output of the last pipeline stage."""
+"""Function of a model chunk and the groups of a micro-batch. It returns the chunk's output, and a `LossOf`."""
 
 
 @final
@@ -154,6 +154,13 @@ class MegatronEngine(TrainEngine):
         return tuple(self._chunks)
 
     def setup(self, context: TrainContext) -> tuple[int, int]:
+        """Start all process groups, build the chunks and the optimizer, and connect to the fleet. Collective.
+
+        Set random seeds, and functions of Megatron's configuration for the gradients.
+
+        Returns:
+            Data-parallel rank of this rank, and number of data-parallel ranks.
+        """
         config = self._config
         if self._device.type == "cpu":
             install()
@@ -201,10 +208,12 @@ class MegatronEngine(TrainEngine):
         )
 
     def _stages(self) -> Sequence[int | None]:
+        """Return the virtual pipeline stages of this rank; only None without virtual stages."""
         number = self._config.virtual_pipeline_model_parallel_size
         return [None] if number is None else range(number)
 
     def _chunk(self, stage: int | None) -> DistributedDataParallel:
+        """Build the model chunk of a virtual stage on the device, in Megatron's wrappers."""
         first = parallel_state.is_pipeline_first_stage(ignore_virtual=False, vp_stage=stage)
         last = parallel_state.is_pipeline_last_stage(ignore_virtual=False, vp_stage=stage)
         chunk = self._build(self._config, first, last, stage).to(self._device)
@@ -213,7 +222,15 @@ class MegatronEngine(TrainEngine):
         return DistributedDataParallel(self._config, self._ddp, chunk)
 
     def train_step(self, step: int, groups: Samples) -> Mapping[str, float]:  # noqa: ARG002
-        optimizer = self._stepped()
+        """Take one optimizer step, and step the schedule; see `TrainEngine.train_step`. Collective.
+
+        Megatron skips the step if a gradient is not finite (with float16); the schedule then stays too.
+
+        Returns:
+            The mean loss, `skipped` (1 for a skipped step, otherwise 0), and where they exist the gradient norm
+            (`grad_norm`) and the learning rate of this step (`lr`).
+        """
+        optimizer = self._existing_optimizer()
         pieces = micro_batches(groups, self._num_groups, self._loss_mean, self._device)
         for chunk in self._chunks:
             chunk.zero_grad_buffer()
@@ -278,6 +295,7 @@ class MegatronEngine(TrainEngine):
         return float(total)
 
     def prepare_publish(self, version: int) -> bool:
+        """See `TrainEngine.prepare_publish`. Raise `ConfigError` without a connection to the fleet."""
         if self._client is None:
             raise ConfigError("MegatronEngine: publish_to_fleet must be True to publish, got False")
         self._client.prepare_publish(version)
@@ -295,11 +313,12 @@ class MegatronEngine(TrainEngine):
 
     @torch.no_grad()
     def load(self, path: str) -> None:
+        """Load models, optimizer, number of steps and schedule in place from a checkpoint of `save`. Collective."""
         self._set_steps()
         found = dist_checkpointing.load(self._state(is_loading=True), path)
         for name, model in self._models():
             model.load_state_dict(found[name])
-        self._stepped().load_state_dict(found["optimizer"])
+        self._existing_optimizer().load_state_dict(found["optimizer"])
         self._num_steps = found["num_steps"]
         self._set_steps()
         if self._lr_schedule is not None:
@@ -316,7 +335,7 @@ class MegatronEngine(TrainEngine):
         """
         if not USING_PYTORCH_OPTIMIZER or self._options.optimizer != "adam":
             return
-        optimizer = self._stepped()
+        optimizer = self._existing_optimizer()
         chained = isinstance(optimizer, ChainedOptimizer)
         for each in optimizer.chained_optimizers if chained else (optimizer,):
             each.init_state_fn(each.optimizer, each.config)
@@ -324,9 +343,10 @@ class MegatronEngine(TrainEngine):
                 state["step"] = torch.tensor(float(self._num_steps))
 
     def _state(self, *, is_loading: bool) -> dict[str, Any]:
+        """Return the sharded state for a checkpoint; with `is_loading`, as the description of what to load. Collective."""
         sharding = {"distrib_optim_sharding_type": "dp_reshardable"}
         state: dict[str, Any] = {name: model.sharded_state_dict() for name, model in self._models()}
-        optimizer = self._stepped().sharded_state_dict(
+        optimizer = self._existing_optimizer().sharded_state_dict(
             dict(state),
             is_loading=is_loading,
             metadata=sharding if self._options.use_distributed_optimizer else None,
@@ -341,12 +361,17 @@ class MegatronEngine(TrainEngine):
         for number, chunk in enumerate(self._chunks):
             yield (f"model{number}" if len(self._chunks) > 1 else "model"), chunk.module
 
-    def _stepped(self) -> MegatronOptimizer:
+    def _existing_optimizer(self) -> MegatronOptimizer:
+        """Return the optimizer; raise `ConfigError` before `setup`."""
         if self._optimizer is None:
             raise ConfigError("MegatronEngine: no optimizer yet; call setup first")
         return self._optimizer
 
     def close(self) -> None:
+        """Close the connection to the fleet, and end the groups of Megatron and torch. Idempotent.
+
+        On a CPU, also undo `without_cuda_tensors`; the effects of `install` stay.
+        """
         if self._client is not None:
             self._client.close()
             self._client = None

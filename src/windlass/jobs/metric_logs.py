@@ -14,6 +14,7 @@ from windlass.errors import ConfigError
 
 _log = logging.getLogger(__name__)
 FOLDER = "tensorboard"
+"""Name of the folder of events in the output folder."""
 
 
 class LogSection(msgspec.Struct, frozen=True, kw_only=True):
@@ -62,11 +63,13 @@ class TensorBoardLog(MetricLog):
         self._writer: Any = board.SummaryWriter(str(folder / FOLDER), purge_step=first_step)
 
     def add(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Write the metrics of a step, and flush the file."""
         for name, value in metrics.items():
             self._writer.add_scalar(name, value, step)
         self._writer.flush()
 
     def close(self) -> None:
+        """Close the event file."""
         self._writer.close()
 
 
@@ -81,9 +84,11 @@ class WandbLog(MetricLog):
         )
 
     def add(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Log the metrics of a step, with the number of the step as the metric `step`."""
         self._run.log({**metrics, "step": step})
 
     def close(self) -> None:
+        """Finish the run; with the mode "online", this waits for the upload."""
         self._run.finish()
 
 
@@ -125,6 +130,7 @@ class MetricLogs:
 
 
 def _library(module: str, extra: str) -> Any:
+    """Import a module of another library; raise `ConfigError` that names the extra to install."""
     try:
         return importlib.import_module(module)
     except ImportError as error:

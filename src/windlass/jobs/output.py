@@ -29,6 +29,7 @@ CHECKPOINTS = "checkpoints"
 METRICS, SUMMARY, REPORT = "metrics.jsonl", "summary.json", "report.html"
 LOGS, TOKEN = "logs", "token"
 EVALUATIONS = "evaluations.jsonl"
+"""Like those before it, the name of a file or folder in the output folder."""
 OF_A_RUN = (METRICS, SUMMARY)
 """Files that exist once a run has trained a step or ended."""
 
@@ -83,7 +84,7 @@ class OutputFolder:
         return sorted(found, key=lambda each: each[1].steps)
 
     def save_record(self, checkpoint: Checkpoint) -> Path:
-        """Write the record that marks a checkpoint's folder as finished; return the folder.
+        """Write the record that marks the folder of a checkpoint as finished, and return the folder.
 
         The caller must first have waited until all ranks have saved into the folder.
         """

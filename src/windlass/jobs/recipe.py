@@ -43,6 +43,7 @@ _T = TypeVar("_T")
 tracebacks = LineLimit(TRACEBACK_EVERY_S)
 """Limit on the logged tracebacks of the recipe's exceptions."""
 MODULE = "windlass_launched_recipe"
+"""Name of the module that the user's file becomes."""
 _END = object()
 """Value that marks the end of the tasks. It is not None, because a recipe may yield None by mistake."""
 
@@ -321,6 +322,7 @@ class CallThread:
         threading.Thread(target=self._run, name=name, daemon=True).start()
 
     def _run(self) -> None:
+        """Run queued calls until `close`; the body of the thread."""
         while (call := self._calls.get()) is not None:
             call()
 

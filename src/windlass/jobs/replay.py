@@ -17,6 +17,7 @@ from windlass.sampling import SamplingParams
 MAX_REQUESTS = 16
 """Number of requests at a time to the engine."""
 REQUEST_DEADLINE_S = 600.0
+"""Longest time of one request to the engine."""
 CHANGES_LOGPROBS = (
     *("temperature", "top_p", "top_k", "min_p", "repetition_penalty"),
     *("frequency_penalty", "presence_penalty", "logit_bias"),

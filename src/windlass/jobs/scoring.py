@@ -22,6 +22,7 @@ from windlass.rollout.rewards import RewardError, Scorer
 
 _log = logging.getLogger(__name__)
 LOST = "the worker no longer has the tensors"
+"""Reason for which rollouts with lost tensors are replaced."""
 MIN_ALIKE = 8
 """Smallest number of rollouts that must fail in a row before a job fails. If a step has more than 4 groups, the number is
 twice the groups of a step."""
@@ -178,14 +179,16 @@ class Scoring:
         return False
 
     def _note_change(self, _: object = None) -> None:
+        """Wake `next_batch`, because a score or the submission of tasks has ended."""
         self._changed.set()
 
     def _on_rollouts(self) -> None:
+        """Score new complete groups, and wake `next_batch`. The rollout controller calls this after a change."""
         self._look()
         self._changed.set()
 
     def _look(self) -> None:
-        """Start to score groups that have become complete, and forget groups that were dropped as too old."""
+        """Start to score groups that have become complete, and cancel the scores of groups that are no longer ready."""
         ready = self._rollouts.ready_ids()
         for group_id in [known for known in self._scores if known not in ready]:
             self._scores.pop(group_id).cancel()
@@ -213,6 +216,7 @@ class Scoring:
         return found
 
     def _check_failures(self) -> None:
+        """Raise `RolloutError` if too many rollouts failed in a row, or too many rewards failed; see `next_batch`."""
         num_alike = self._rollouts.failed_alike
         if num_alike >= max(MIN_ALIKE, 2 * self._config.groups_per_step):
             raise RolloutError(
@@ -269,7 +273,12 @@ class Scoring:
         return group
 
     def _replace(self, group_id: int, reasons: Mapping[str, str]) -> None:
-        """Replace rollouts of a group that is being scored."""
+        """Forget the score of a group, and generate other answers in place of some of its rollouts.
+
+        Args:
+            group_id: group that is being scored.
+            reasons: rollout id -> why its answer is replaced.
+        """
         # The group leaves the ready groups, and its task must not count as one that has declined the group.
         self._scores.pop(group_id, None)
         # The group may have become too old in this iteration of the event loop.

@@ -92,6 +92,11 @@ class StockTrainer(WrappedEngine[FsdpEngine]):
         super().__init__(engine)
 
     def setup(self, context: TrainContext) -> tuple[int, int]:
+        """Set up the engine, take settings of the loss from the job's sampling, and load a reference model if it is needed.
+
+        Returns:
+            See `FsdpEngine.setup`.
+        """
         if context.sampling is not None:
             self._temperature = context.sampling.temperature
             if self._settings.constant is None:
@@ -107,7 +112,7 @@ class StockTrainer(WrappedEngine[FsdpEngine]):
         return place
 
     def _load(self, folder: str) -> torch.nn.Module:
-        """Load a checkpoint folder in float32, from files only."""
+        """Load a checkpoint folder in float32, from files only, with attention and gradient checkpointing as in the settings."""
         settings = self._settings
         transformers: Any = importlib.import_module("transformers")
         transformers.logging.disable_progress_bar()
@@ -144,12 +149,14 @@ class StockTrainer(WrappedEngine[FsdpEngine]):
         return [[sample for sample in found if sample.num_trained]]
 
     def _cut(self, groups: Samples) -> list[Samples]:
+        """Cut samples into micro-batches of at most `max_tokens` tokens; each has one group."""
         samples = [sample for group in groups for sample in group]
         lengths = [len(sample.prompt_ids) + len(sample.output_ids) for sample in samples]
         pieces = divide(lengths, self._settings.max_tokens, padded=not self._packed)
         return [[[samples[index] for index in piece]] for piece in pieces]
 
     def _loss(self, model: torch.nn.Module, groups: Samples) -> LossResult:
+        """Run the forward passes of the model and the reference model; return the loss and its metrics."""
         device = next(model.parameters()).device
         batch = token_batch([s for group in groups for s in group], device, packed=self._packed)
 
@@ -209,7 +216,7 @@ def write_checkpoint(
 
 
 def main(arguments: Sequence[str]) -> None:
-    """Run commands of the job's train controller until it sends `Stop`."""
+    """Run commands of the job's train controller until it sends `Stop`. torch uses one thread without OMP_NUM_THREADS."""
     if not environment_value("OMP_NUM_THREADS"):
         torch.set_num_threads(1)
     (settings,) = arguments

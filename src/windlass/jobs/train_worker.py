@@ -275,23 +275,29 @@ class WrappedEngine(Generic[EngineT]):
         self.engine = engine
 
     def setup(self, context: TrainContext) -> tuple[int, int]:
+        """See `TrainEngine.setup`."""
         return self.engine.setup(context)
 
     def train_step(
         self, step: int, groups: Sequence[Sequence[TrainingSample]]
     ) -> Mapping[str, float]:
+        """See `TrainEngine.train_step`."""
         return self.engine.train_step(step, groups)
 
     def prepare_publish(self, version: int) -> bool:
+        """See `TrainEngine.prepare_publish`."""
         return self.engine.prepare_publish(version)
 
     def save(self, path: str) -> None:
+        """See `TrainEngine.save`."""
         self.engine.save(path)
 
     def load(self, path: str) -> None:
+        """See `TrainEngine.load`."""
         self.engine.load(path)
 
     def close(self) -> None:
+        """See `TrainEngine.close`."""
         self.engine.close()
 
 

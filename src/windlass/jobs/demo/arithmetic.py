@@ -14,7 +14,9 @@ from windlass.errors import ConfigError
 from windlass.jobs.demo.recipe import Problem
 
 LARGEST = 99
+"""Largest number of a question."""
 SAMPLE = "47 + 85 ="
+"""Text that a tokenizer must not change by encoding and decoding."""
 DIGIT_CREDIT = 0.2
 """Credit of an answer that has only digits, but not the sum. A model with random weights can learn from it."""
 
@@ -40,6 +42,7 @@ def load_tokenizer(checkpoint: Path) -> Any:
 
 
 def _no_tokenizer(checkpoint: Path, reason: str) -> ConfigError:
+    """Return the error for a checkpoint without a usable tokenizer."""
     return ConfigError(
         f"demo: --checkpoint must be a folder with a tokenizer of transformers (tokenizer.json), got {checkpoint}: "
         f"{reason}"
@@ -61,7 +64,7 @@ def render(tokenizer: Any, first: int, second: int) -> tuple[int, ...]:
 
 
 def longest_prompt(tokenizer: Any) -> int:
-    """Return the largest number of tokens of a prompt."""
+    """Return the number of tokens of the longest prompt that `arithmetic` makes."""
     numbers = range(LARGEST + 1)
     longest = max(numbers, key=lambda number: len(render(tokenizer, number, number)))
     # With the longest number first, try every second number: a tokenizer may join digits with neighbouring characters.

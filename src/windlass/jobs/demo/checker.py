@@ -36,7 +36,9 @@ from windlass.rollout.messages import TrainingSample
 TOLERANCE, OF_LAYERS = {"float32": 1e-3, "bfloat16": 3e-2}, 4
 """Largest distance of a right answer by dtype, and the largest number of layers with this tolerance."""
 BATCH = 1024
+"""Largest number of answers in a forward pass."""
 NUM_WORST = 4
+"""Number of answers in `TornReport.worst`."""
 NUM_LOADED = 8
 """Largest number of versions in memory at a time."""
 
@@ -195,6 +197,7 @@ def _checking_model(config: Path, dtype: str, device: str) -> torch.nn.Module:
 
 
 def _float32_linear(module: torch.nn.Linear, values: torch.Tensor) -> torch.Tensor:
+    """Return the output of a linear layer, computed in float32 and rounded to the dtype of `values`."""
     bias: torch.Tensor | None = module.bias
     product = torch.nn.functional.linear(
         values.float(), module.weight.float(), None if bias is None else bias.float()

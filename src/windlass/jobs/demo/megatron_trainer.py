@@ -126,6 +126,7 @@ def parts(model: torch.nn.Module, config: Any) -> Iterator[tuple[str, Box, torch
 
 
 def _within(box: Box) -> tuple[slice, ...]:
+    """Return the index of a box in its tensor: one slice per dimension."""
     return tuple(
         slice(begin, begin + size) for begin, size in zip(box.offsets, box.sizes, strict=True)
     )

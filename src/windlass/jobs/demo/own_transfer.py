@@ -51,8 +51,11 @@ from windlass.rollout import (
 from windlass.rollout.messages import TrainingSample
 
 SCRIPT = Path(__file__).parent / "own_transfer_trainer.py"
+"""Script of the trainer ranks."""
 DEADLINE_S = 300.0
+"""Longest time of a request to the server, a call of the trainers, or a wait for rollouts."""
 DTYPE = "bfloat16"
+"""Dtype of the engine's weights, and of the weights that the trainers send."""
 
 
 @final
@@ -96,6 +99,7 @@ Send = Callable[[Routes, TrainController, Path, int], Awaitable[float]]
 """Function that sends a version's weights to the engine, which serves them afterwards. Returns the monotonic time
 before the pause command. Arguments: the routes, the trainers, a folder in memory, and the version."""
 Connect = Callable[[Routes, TrainController], Awaitable[None]]
+"""Function that connects trainers and engine once, before the first update."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -105,7 +109,7 @@ class OwnTransfer:
     Attributes:
         title: name for display.
         send: see `Send`.
-        connect: function that connects trainers and engine once, before the first update.
+        connect: see `Connect`; None if no connection is needed.
         arguments: additional arguments of the server.
         environment: additional environment variables of the trainers.
         server_environment: additional environment variables of the server.
@@ -120,6 +124,7 @@ class OwnTransfer:
 
 
 async def _save(trainers: TrainController, folder: Path) -> None:
+    """Let the trainers write the weights of the whole model into a file of the folder."""
     await trainers.call("save", str(folder / "model.safetensors"), deadline_s=DEADLINE_S)
 
 
@@ -154,6 +159,7 @@ async def sglang_disk(
 
 
 async def _names(trainers: TrainController) -> list[tuple[str, list[int]]]:
+    """Return name and shape of each weight, in the order in which the trainers send them."""
     found = await trainers.call("shapes", None, deadline_s=DEADLINE_S)
     return msgspec.convert(found[0], list[tuple[str, list[int]]])
 
@@ -518,6 +524,7 @@ class _Loop:
     async def _update(
         self, send: Callable[[int], Awaitable[float]], url: str, version: int
     ) -> None:
+        """Send a version to the engine, let rollouts use it, and record and show the times. For arguments see `run`."""
         began = time.monotonic()
         paused = await send(version)
         ended = time.monotonic()
@@ -530,6 +537,7 @@ class _Loop:
         )
 
     async def _produce(self) -> None:
+        """Submit the recipe's tasks without end, each as soon as the staleness bound admits it."""
         rollout = self._config.rollout
         for task in self._recipe.tasks():
             await self._rollouts.wait_for_room(deadline_s=DEADLINE_S)

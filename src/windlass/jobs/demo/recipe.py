@@ -30,7 +30,9 @@ from windlass.rollout.messages import TrainingSample
 
 NUM_SYMBOLS = 10
 FIRST, SECOND, GO = NUM_SYMBOLS, NUM_SYMBOLS + 1, NUM_SYMBOLS + 2
+"""Token ids of the two operators, and of the end of a prompt. The operands are the token ids below them."""
 WRONG_OPERAND_CREDIT = 0.2
+"""Credit of a token that is the other operand."""
 
 
 def sample_prompt(generator: random.Random) -> tuple[int, ...]:
@@ -168,21 +170,25 @@ class DemoRecipe(Recipe):
         self._kill: asyncio.Task[None] | None = None
 
     def tasks(self) -> Iterator[Task]:
+        """Yield random prompts without end."""
         generator = random.Random(self._seed)  # noqa: S311 - prompts, not secrets
         while True:
             yield Task(prompt_ids=self._problem.prompt(generator))
 
     def rewards(self, group: RolloutGroup) -> Sequence[float]:
+        """Return the problem's reward of each answer."""
         return [self._problem.reward(r.prompt_ids, r.output_ids) for r in group.rollouts]
 
     def started(self, config: LaunchConfig, controller: Controller, scheduler: Scheduler) -> None:
+        """Store the arguments, and subscribe to the reports and phases of updates."""
         self._config, self._controller, self._scheduler = config, controller, scheduler
         controller.coordinator.on_update(self._on_update)
         controller.coordinator.rounds.on_phase(self._on_phase)
 
     async def before_step(self, step: int, samples: Sequence[TrainingSample]) -> None:
-        """Record the samples of the step. Before the last step, wait until a killed engine has connected again.
+        """Record the samples of the step. If engines and trainers take turns, put the engines to sleep.
 
+        Before the last step, wait until a killed engine has connected again.
         Only an update from the trainers gives this engine the current weights: it cannot catch up from an engine with
         another dtype.
         """
@@ -207,6 +213,7 @@ class DemoRecipe(Recipe):
             await self._controller.sleep_engines(config.update.pause_mode)
 
     def _on_update(self, report: UpdateReport) -> None:
+        """Record the report of an update, and show it."""
         self.clock.updated(report.update_s, report.pause_s)
         self.updates.append(report)
         for name, reason in report.left_out.items():
@@ -214,12 +221,14 @@ class DemoRecipe(Recipe):
         self.show(self._controller)
 
     def _on_phase(self, version: int, phase: Phase) -> None:
+        """Start to kill the last engine if an update begins to write the version `kill_engine_at`."""
         if version == self._kill_engine_at and version and phase is Phase.WRITE and not self._kill:
             victim = self._config.engines[-1].name
             self._note(f"kill -9 {victim} in the middle of the update to version {version}")
             self._kill = asyncio.create_task(self._kill_engine(victim))
 
     async def _kill_engine(self, name: str) -> None:
+        """Kill the process of the last engine, whose name is `name`, and wait for its end. The job starts it again."""
         engine = self._config.engines[-1]
         # SIGKILL would leave a server running, because the process here is its launcher. On SIGTERM the launcher
         # kills the server.
@@ -228,5 +237,6 @@ class DemoRecipe(Recipe):
         await self._scheduler.wait(name)
 
     def _note(self, event: str) -> None:
+        """Record an event, and show it."""
         self.events.append(event)
         self.show(self._controller)

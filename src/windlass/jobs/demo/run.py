@@ -49,8 +49,11 @@ from windlass.transports.registry import parse_transport
 from windlass.wording import shortest_path
 
 BARS = " ▁▂▃▄▅▆▇█"
+"""Characters for rewards from 0 to 1."""
 NUM_BARS = 60
+"""Number of newest steps whose rewards are shown."""
 LAST_UPDATES = 5
+"""Number of newest updates that are shown."""
 ROOM_FOR_PROGRESS = 3
 """Number of terminal lines that the view leaves for the progress of a slow operation."""
 
@@ -303,6 +306,7 @@ class DemoView:
         return Group(self._frame, *filter(None, [self.progress.text()]))
 
     def _training(self) -> Text:
+        """Return the step, the newest reward, a bar for each reward of the newest steps, and the two newest events."""
         rewards = self._recipe.rewards_by_step
         reward = rewards[-1] if rewards else 0.0
         lines = Text(

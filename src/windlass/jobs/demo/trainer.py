@@ -26,7 +26,9 @@ from windlass.jobs.train_worker import TrainEngine, WrappedEngine, run_train_wor
 from windlass.rollout.messages import TrainingSample
 
 CLIP = 0.2
+"""Largest distance from 1 of a ratio of probabilities that the loss does not clip."""
 NUM_GROUPS = 4
+"""Largest number of groups in a micro-batch of a checkpoint folder's model."""
 LEARNING_RATE, OF_HIDDEN_SIZE = 2e-3, 128
 """Learning rate, and the largest hidden size with this rate. For larger models the rate is proportional to
 1 / hidden size (muP, arXiv:2203.03466)."""
@@ -56,6 +58,7 @@ def tokens_of(samples: Sequence[TrainingSample], device: torch.device) -> torch.
 
 
 def _padded(rows: Sequence[Sequence[float]], device: torch.device) -> torch.Tensor:
+    """Return the rows as a tensor (B, L) of the longest row's length, padded with 0 at the end."""
     longest = max(map(len, rows))
     return torch.tensor([[*row, *[0] * (longest - len(row))] for row in rows], device=device)
 
@@ -91,6 +94,7 @@ def default_learning_rate(hidden_size: int) -> float:
 
 
 def _advantages(samples: Sequence[TrainingSample]) -> list[float]:
+    """Return for each sample: its reward minus the mean of its group, divided by the deviation in the group."""
     groups: dict[int, list[float]] = defaultdict(list)
     for sample in samples:
         groups[sample.group_id].append(sample.reward)

@@ -20,7 +20,9 @@ from windlass.plugins import Registry
 
 _log = logging.getLogger(__name__)
 LOST_RETURNCODE = -int(signal.SIGKILL)
+"""Exit status of a process whose end the cluster did not report."""
 END_DEADLINE_S = 30.0
+"""Longest time to wait for the end of a killed process."""
 
 
 class ProcessSpec(msgspec.Struct, frozen=True, kw_only=True):
@@ -230,9 +232,22 @@ class PluginSchedulerConfig(SchedulerConfig, frozen=True, tag="plugin"):
 
 @dataclass(slots=True)
 class _Process:
+    """A started process.
+
+    Attributes:
+        spec: what to start, with the variables of the scheduler.
+        reservation: id of the reservation in which the process runs.
+        reserved: spec of the process that made the reservation.
+        pid: see `ProcessStatus`.
+        returncode: see `ProcessStatus`.
+        failure: why the process was not started, or why its end is unknown; empty for neither.
+        left_queue: event that is set when the process runs, or will never run.
+        ended: event that is set when the process has ended, or will never run.
+        task: asyncio task that starts the process and waits for its end.
+    """
+
     spec: ProcessSpec
     reservation: str
-    # Spec of the process that made the reservation.
     reserved: ProcessSpec
     pid: int = 0
     returncode: int | None = None
@@ -243,9 +258,11 @@ class _Process:
 
     @property
     def is_running(self) -> bool:
+        """Whether the process has left the queue and has not ended."""
         return self.pid > 0 and not self.ended.is_set()
 
     def status(self) -> ProcessStatus:
+        """Return the current state of the process."""
         return ProcessStatus(name=self.spec.name, pid=self.pid, returncode=self.returncode)
 
 
@@ -302,6 +319,7 @@ class Scheduler:
         return self.status(spec.name)
 
     async def _reserve(self, spec: ProcessSpec) -> _Process:
+        """Return a new process, not started yet, in the reservation that it belongs to; see `start`."""
         if not spec.colocate_with:
             for other in self._processes.values():
                 # A process of this name was deleted, and `other` still uses the reservation of that process.
@@ -314,6 +332,7 @@ class Scheduler:
         return _Process(spec, host.reservation, host.reserved)
 
     async def _drive(self, process: _Process) -> None:
+        """Start a process, wait for its end, and record its pid, exit status and failure. Set its two events."""
         try:
             process.pid = await self._backend.launch(process.reservation, process.spec)
             process.left_queue.set()
@@ -433,13 +452,16 @@ class Scheduler:
             await self._backend.close()
 
     def _process(self, name: str) -> _Process:
+        """Return the process of this name; raise `ConfigError` if there is none."""
         if name not in self._processes:
             raise ConfigError(f"scheduler: no process named {name!r}")
         return self._processes[name]
 
     async def __aenter__(self) -> Self:
+        """Call `open`."""
         await self.open()
         return self
 
     async def __aexit__(self, *_: object) -> None:
+        """Call `close`."""
         await self.close()

@@ -20,7 +20,9 @@ from windlass.jobs.schedulers import parent_watchdog
 from windlass.jobs.schedulers.base import ClusterBackend, ProcessSpec, Scheduler, SchedulerConfig
 
 START_DEADLINE_S = 60.0
+"""Longest time in which the watchdog must start."""
 VISIBLE = "CUDA_VISIBLE_DEVICES"
+"""Variable with the GPUs that a process sees, separated by commas."""
 
 
 class LocalSchedulerConfig(SchedulerConfig, frozen=True, tag="local"):
@@ -116,9 +118,11 @@ class LocalBackend(ClusterBackend):
         self._log_dir.mkdir(parents=True, exist_ok=True)
 
     async def open(self) -> None:
+        """Do nothing: this host needs no connection."""
         return
 
     async def reserve(self, spec: ProcessSpec) -> str:
+        """Reserve the first free GPUs under the name of the process; raise `ConfigError` if there are too few."""
         if spec.num_nodes > 1:
             raise ConfigError(
                 f"process {spec.name!r}: num_nodes must be 1 on this host, got {spec.num_nodes}"
@@ -135,6 +139,7 @@ class LocalBackend(ClusterBackend):
         return spec.name
 
     async def launch(self, reservation: str, spec: ProcessSpec) -> int:
+        """Start the process in a process group of its own, with its output appended to its log; return its pid."""
         gpus = self._reserved.get(reservation, ())
         if spec.gpus:
             of_node = gpus or visible_gpus()
@@ -163,16 +168,20 @@ class LocalBackend(ClusterBackend):
         return process.pid
 
     async def wait(self, name: str) -> int:
+        """See `ClusterBackend.wait`."""
         return await self._processes[name][1].wait()
 
     async def signal(self, name: str, signal_number: int) -> None:
+        """See `ClusterBackend.signal`."""
         _signal_group(self._processes[name][1], signal_number)
 
     async def log_tail(self, name: str, num_lines: int) -> str:
+        """See `ClusterBackend.log_tail`."""
         with self._log_path(name).open(errors="replace") as log:
             return "".join(deque(log, maxlen=num_lines))
 
     async def release(self, reservation: str) -> None:
+        """Kill the processes of the reservation and their children, and free its GPUs."""
         self._reserved.pop(reservation, None)
         for name, (owner, process) in list(self._processes.items()):
             if owner == reservation:
@@ -180,6 +189,7 @@ class LocalBackend(ClusterBackend):
                 del self._processes[name]
 
     async def close(self) -> None:
+        """Kill all processes and their children, end the watchdog, and delete a temporary folder of logs. Idempotent."""
         for _, process in self._processes.values():
             _signal_group(process, signal.SIGKILL)
         self._processes.clear()
@@ -204,6 +214,7 @@ class LocalBackend(ClusterBackend):
         return {parent_watchdog.MARK_VARIABLE: self._mark}
 
     def _log_path(self, name: str) -> Path:
+        """Return the path of a process's log."""
         return self._log_dir / f"{name.replace('/', '-')}.log"
 
 

@@ -18,9 +18,13 @@ import socket
 import sys
 
 LEASE_VARIABLE = "WINDLASS_LEASE"
+"""Environment variable with the secret of a Slurm job."""
 MARK_VARIABLE = "WINDLASS_WATCHDOG"
+"""Environment variable with the mark of the processes that the script kills."""
 SILENCE_S = 20
+"""Seconds without an answer of the owner's host after which the connection ends."""
 CONNECT_DEADLINE_S = 30.0
+"""Longest time to connect to the owner."""
 
 
 def keep_alive(connection: socket.socket) -> None:
@@ -59,6 +63,7 @@ def kill_marked(mark: str) -> None:
 
 
 def _carriers(entry: bytes) -> list[int]:
+    """Return the ids of all processes with this entry (`NAME=VALUE`) in the environment that they were started with."""
     found = []
     for pid in filter(str.isdigit, os.listdir("/proc")):
         with contextlib.suppress(OSError), open(f"/proc/{pid}/environ", "rb") as environment:

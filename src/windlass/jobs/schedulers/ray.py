@@ -29,9 +29,12 @@ from windlass.net.addresses import is_loopback
 from windlass.wording import install_command
 
 MAX_CALLS = 1000
+"""Largest number of concurrent calls of one launcher actor. Each running process needs one call, which waits for its end."""
 CALL_DEADLINE_S = 60.0
-# Ray waits at most 30 s for a node that it starts. On a busy host several tries may be needed.
+"""Longest time of a call that does not wait for a process."""
 START_TRIES = 3
+"""Number of tries to start a cluster on this host. Ray waits at most 30 s for its node, which a busy host may need longer
+to start."""
 NICENESS = "RAY_worker_niceness"
 """Ray's variable for the niceness of launcher actors, which their processes inherit."""
 
@@ -79,6 +82,10 @@ class RayBackend(ClusterBackend):
         self._opened = False
 
     async def open(self) -> None:
+        """Connect to the cluster or start one on this host; see `ClusterBackend.open`.
+
+        Remove the tokens from the environment of this process. For a new cluster, set `NICENESS` in it.
+        """
         try:
             import ray
         except ImportError as error:
@@ -109,6 +116,7 @@ class RayBackend(ClusterBackend):
                     raise ConfigError(f"ray: address {address!r}: {error}") from error
 
     async def reserve(self, spec: ProcessSpec) -> str:
+        """Request a placement group, with one launcher actor per node that starts when Ray grants the group."""
         import ray
         from ray.util.placement_group import placement_group
         from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
@@ -134,6 +142,7 @@ class RayBackend(ClusterBackend):
         return reservation
 
     async def launch(self, reservation: str, spec: ProcessSpec) -> int:
+        """Wait until the launcher on the process's node runs, and let it start the process; return the pid there."""
         launcher = self._launcher_of[spec.name] = self._launchers[reservation][spec.node]
         # This wait needs no deadline: the caller's deadline on `wait_healthy` limits the time in the queue.
         await answer_of(launcher.open.remote(), None)
@@ -151,16 +160,20 @@ class RayBackend(ClusterBackend):
         return next(str(n["NodeManagerAddress"]) for n in ray.nodes() if n["NodeID"] == first)
 
     async def wait(self, name: str) -> int:
+        """See `ClusterBackend.wait`."""
         code: int = await answer_of(self._launcher_of[name].wait.remote(name), None)
         return code
 
     async def signal(self, name: str, signal_number: int) -> None:
+        """See `ClusterBackend.signal`."""
         await answer_of(self._launcher_of[name].signal.remote(name, signal_number))
 
     async def log_tail(self, name: str, num_lines: int) -> str:
+        """See `ClusterBackend.log_tail`."""
         return str(await answer_of(self._launcher_of[name].log_tail.remote(name, num_lines)))
 
     async def release(self, reservation: str) -> None:
+        """End the processes of the reservation, kill its launchers, and remove the placement group. Idempotent."""
         import ray
         from ray.util.placement_group import remove_placement_group
 
@@ -174,6 +187,7 @@ class RayBackend(ClusterBackend):
         remove_placement_group(group)
 
     async def close(self) -> None:
+        """Disconnect from the cluster; a cluster that `open` started ends. Idempotent."""
         if self._opened:
             import ray
 

@@ -44,9 +44,11 @@ from windlass.jobs.schedulers.local import LocalBackend
 from windlass.net.addresses import is_loopback
 
 COMMAND_DEADLINE_S = 30.0
+"""Longest time of a Slurm command, and of a connected node until it has sent its lease."""
 MAX_UNPROVEN = 64
 """Largest number of connections that have not sent a lease yet. If more connect, the oldest of them is closed."""
 JOB_ID = re.compile(r"(\d+)(;.*)?$")
+"""Line with which `sbatch --parsable` prints the id of a job."""
 OWNED_OPTIONS = (
     *("array", "cpus-per-task", "error", "export", "gpus", "gpus-per-node", "gpus-per-socket"),
     *("gpus-per-task", "gres", "hold", "jobid", "job-name", "nodes", "ntasks", "ntasks-per-node"),
@@ -61,6 +63,7 @@ SEE_GPUS = (
 )
 """Shell command that sets CUDA_VISIBLE_DEVICES inside the step. Slurm would overwrite a value that is set outside it."""
 TOOLS = ("sbatch", "srun", "squeue", "scancel", "scontrol")
+"""Programs of Slurm that the scheduler runs."""
 
 
 class SlurmOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -157,8 +160,13 @@ class _Job:
     """A Slurm job.
 
     Attributes:
+        client: process of `sbatch --wait`, which ends after the job.
+        num_cpus: number of cores of the job on each node.
+        lease: connection of the first node after it has sent the lease; None before. The job ends when it is closed.
         address: address of the first node, which has sent the lease.
+        failure: text about the end of the job; empty while `sbatch` runs.
         is_known: event that is set when the first node has sent the lease, or when the job has ended without a lease.
+        watch: asyncio task that waits for the end of `client`; None before `sbatch` has printed the id of the job.
     """
 
     client: asyncio.subprocess.Process
@@ -189,6 +197,7 @@ class SlurmBackend(ClusterBackend):
         self._job_of: dict[str, str] = {}
 
     async def open(self) -> None:
+        """Check that Slurm answers, listen for the nodes of jobs, and write the batch script; see `ClusterBackend.open`."""
         missing = [tool for tool in TOOLS if shutil.which(tool) is None]
         if missing:
             raise TransportUnavailable(
@@ -210,6 +219,12 @@ class SlurmBackend(ClusterBackend):
         self._script.write_text(f'#!/bin/sh\nexec {program} "$@"\n')
 
     async def reserve(self, spec: ProcessSpec) -> str:
+        """Submit a Slurm job with a new lease, and return its id. The job may still be queued.
+
+        Raises:
+            ConfigError: `sbatch` refused the job.
+            PeerTimeout: `sbatch` did not answer within `COMMAND_DEADLINE_S`.
+        """
         lease, mark = secrets.token_hex(16), await self._clients.mark()
         options = self._config.options_of(spec.name)
         kind = f"gpu:{options.gpu_type}" if options.gpu_type else "gpu"
@@ -235,7 +250,7 @@ class SlurmBackend(ClusterBackend):
                     said.append(line)
                     if found := JOB_ID.match(line):
                         reservation = found[1]
-                        job.watch = asyncio.create_task(_watch(reservation, job))
+                        job.watch = asyncio.create_task(_watch_client(reservation, job))
                         self._jobs[reservation] = job
                         return reservation
         except TimeoutError:
@@ -249,6 +264,10 @@ class SlurmBackend(ClusterBackend):
         raise ConfigError(f"slurm: {spec.name}: sbatch refused: {'; '.join(said)}")
 
     async def _admit(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        """Read the lease from a new connection. Record the connection in the lease's job, which is now known to run.
+
+        Close a connection that sends no lease of a job that waits.
+        """
         self._unproven[writer] = None
         if len(self._unproven) > MAX_UNPROVEN:
             # A node of a job sends its lease as soon as it connects. So a connection that has sent nothing while
@@ -270,6 +289,7 @@ class SlurmBackend(ClusterBackend):
         job.is_known.set()
 
     async def launch(self, reservation: str, spec: ProcessSpec) -> int:
+        """Wait until the job runs, and start the process as an `srun` step; return the pid of `srun` on this host."""
         # This wait needs no deadline: the caller's deadline on `wait_healthy` limits the time in the queue.
         job = self._jobs[reservation]
         await job.is_known.wait()
@@ -294,11 +314,13 @@ class SlurmBackend(ClusterBackend):
         return await self._clients.launch(reservation, client)
 
     async def wait(self, name: str) -> int:
+        """See `ClusterBackend.wait`."""
         code = await self._clients.wait(name)
         # Like a shell, srun reports a signal as 128 plus its number.
         return code if code <= 128 else 128 - code
 
     async def signal(self, name: str, signal_number: int) -> None:
+        """Send a signal to the steps of this name in the process's job."""
         jobs = f"--jobs={self._job_of[name]}"
         listed = await _run("squeue", "--noheader", "--steps", jobs, "--format=%i|%j")
         for line in listed.splitlines():
@@ -307,18 +329,21 @@ class SlurmBackend(ClusterBackend):
                 await _run("scancel", f"--signal={signal_number}", step, tolerate=True)
 
     async def log_tail(self, name: str, num_lines: int) -> str:
+        """See `ClusterBackend.log_tail`."""
         return await self._clients.log_tail(name, num_lines)
 
     async def release(self, reservation: str) -> None:
+        """Cancel the Slurm job, and end its `sbatch` client. Idempotent."""
         job = self._jobs.pop(reservation, None)
         await _run("scancel", reservation, tolerate=True)
         if job is not None:
-            await _forget(job)
+            await _end_job(job)
 
     async def close(self) -> None:
+        """End all steps and jobs, stop listening, and delete the batch script. Idempotent."""
         await self._clients.close()
         for job in self._jobs.values():
-            await _forget(job)
+            await _end_job(job)
         self._jobs.clear()
         self._unclaimed.clear()
         if self._server is not None:
@@ -328,7 +353,7 @@ class SlurmBackend(ClusterBackend):
         self._script.unlink(missing_ok=True)
 
 
-async def _watch(reservation: str, job: _Job) -> None:
+async def _watch_client(reservation: str, job: _Job) -> None:
     """Wait until `sbatch --wait` ends, which is some seconds after the job's end, and then set `job.is_known`.
 
     Also set `job.failure`, which counts only if the first node has not sent the lease.
@@ -342,7 +367,8 @@ async def _watch(reservation: str, job: _Job) -> None:
     job.is_known.set()
 
 
-async def _forget(job: _Job) -> None:
+async def _end_job(job: _Job) -> None:
+    """Close the connection of a job, so that the job ends, and end its `sbatch` client."""
     if job.lease is not None:
         job.lease.close()
     if job.watch is not None:
@@ -352,6 +378,7 @@ async def _forget(job: _Job) -> None:
 
 
 async def _end_client(client: asyncio.subprocess.Process) -> None:
+    """Kill a process of this host, and wait at most `COMMAND_DEADLINE_S` for its end."""
     if client.returncode is None:
         client.kill()
     # A killed process that hangs in a system call does not end; leave it after the deadline.
@@ -361,6 +388,7 @@ async def _end_client(client: asyncio.subprocess.Process) -> None:
 
 
 async def _lines(process: asyncio.subprocess.Process) -> AsyncIterator[str]:
+    """Yield the lines that a process prints, until it closes its output."""
     if process.stdout is not None:
         async for line in process.stdout:
             yield line.decode(errors="replace").strip()
