@@ -92,6 +92,11 @@ class DiskSender:
     def connect(
         self, plan: TransferPlan, bindings: Sequence[DestinationBinding]
     ) -> GroupOffer | None:
+        """Bind the plan, and create the folder of owners. The plan needs no group, so return None.
+
+        Raises:
+            TransferFailed: the folder cannot be created.
+        """
         self._source.bind(plan, bindings)
         try:
             self._folder.mkdir(OWNERS_FOLDER, parents=True, exist_ok=True)
@@ -150,6 +155,7 @@ class DiskReceiver:
         self._destination = Destination(manifest, addresses)
 
     def connect(self, plan: TransferPlan, mode: UpdateMode) -> DestinationBinding:  # noqa: ARG002
+        """Bind the plan to a shadow copy; return a binding that names the folder, and to which no source writes."""
         refuse_transforms(self._destination.manifest.worker, plan)
         self._destination.bind(plan, shadow=True, staged=False)
         return self._destination.unwritten(PeerEndpoint("disk", str(self._folder), ""))
@@ -181,6 +187,7 @@ class DiskReceiver:
         return tuple(sorted(wrong))
 
     def apply(self) -> None:
+        """Copy the shadow copy into the live weights."""
         self._destination.apply()
 
     def close(self) -> None:

@@ -326,6 +326,7 @@ class CollectiveReceiver:
         self._fills: dict[str, tuple[PreparedCopies, ...]] = {}
 
     def connect(self, plan: TransferPlan, mode: UpdateMode) -> DestinationBinding:
+        """Leave the earlier group, and bind the plan, with a shadow copy if the mode is STAGED. Return a binding for the new group."""
         self._leave()
         refuse_transforms(self._destination.manifest.worker, plan)
         self._destination.bind(plan, shadow=mode is UpdateMode.STAGED, staged=False)
@@ -411,9 +412,11 @@ class CollectiveReceiver:
             raise TransferFailed("; ".join(failed))
 
     def verify(self, version: int, expected: Mapping[str, str]) -> tuple[str, ...]:  # noqa: ARG002
+        """Compare the received bytes with the expected digests; return the names of sources that differ."""
         return self._destination.verify(expected)
 
     def apply(self) -> None:
+        """Copy the shadow copy into the live weights, if there is one."""
         self._destination.apply()
 
     def close(self) -> None:

@@ -70,6 +70,7 @@ class EngineHttp:
     def _post(
         self, path: str, body: bytes, headers: Mapping[str, str | bytes], deadline_s: float | None
     ) -> bytes:
+        """Send a POST request with the admin key, or else the API key; see `post`."""
         key = self.admin_api_key or self.api_key
         return self._ask("POST", path, body, headers, key, deadline_s)
 
@@ -82,6 +83,13 @@ class EngineHttp:
         api_key: str,
         deadline_s: float | None,
     ) -> bytes:
+        """Send a request with the engine's keys, wait for the answer, and return its body.
+
+        Raises:
+            NoSuchRoute: the status is 404.
+            PeerUnreachable: the status is another one than 200, or the server cannot be reached.
+            PeerTimeout: the server did not answer within `deadline_s`.
+        """
         headers = {**headers, KEY_HEADER: self.key}
         if api_key:
             headers["Authorization"] = f"Bearer {api_key}"

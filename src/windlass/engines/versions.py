@@ -155,4 +155,5 @@ def _parsed(version: str) -> Release:
 
 
 def _spelt(release: Release) -> str:
+    """Return a release as text, for example "0.24.0"."""
     return ".".join(map(str, release))

@@ -94,6 +94,11 @@ class CudaMemory:
         return self._gpu
 
     def allocation(self, address: int) -> tuple[int, int]:
+        """Return the address and size of the GPU allocation that contains an address.
+
+        Raises:
+            RegionError: the address is not in memory of this GPU.
+        """
         try:
             return self._gpu.device.allocation(address)
         except TransferFailed as error:
@@ -102,34 +107,41 @@ class CudaMemory:
             ) from error
 
     def allocate(self, nbytes: int) -> DeviceMemory:
+        """Return new memory of this GPU."""
         return DeviceMemory(self._gpu, nbytes)
 
     def prepare(
         self, copies: Sequence[StridedCopy], *, beside_transfers: bool = False
     ) -> _CudaCopies:
+        """Prepare copies on this GPU; with `beside_transfers`, they use few multiprocessors. See `MemoryOps.prepare`."""
         return _CudaCopies(self._gpu, copies, BESIDE_TRANSFERS if beside_transfers else 0)
 
     def sent_digests(
         self, programs: Mapping[str, LinkProgram], addresses: UInt64Array
     ) -> LinkDigests:
+        """Prepare the digests of links from the memory of their source; see `MemoryOps`."""
         return _SentDigests(self._gpu, programs, addresses)
 
     def received_digests(
         self, programs: Mapping[str, LinkProgram], addresses: UInt64Array, staging_address: int = 0
     ) -> LinkDigests:
+        """Prepare the digests of links from the memory of their destination; see `MemoryOps`."""
         return _ReceivedDigests(self._gpu, programs, addresses, staging_address)
 
     def chunk_digests(
         self, addresses: UInt64Array, nbytes: Int64Array, chunk_start: Int64Array
     ) -> ChunkDigests:
+        """Prepare the digests of chunks of memory; see `MemoryOps`."""
         return _ChunkDigests(self._gpu, addresses, nbytes, chunk_start)
 
     def least_pack_nbytes(self, program: LinkProgram) -> int:
+        """Return the smallest size of a place for `pack_link`; see `MemoryOps`."""
         return least_packed_nbytes(program)
 
     def pack_link(
         self, program: LinkProgram, addresses: UInt64Array, places: Sequence[range]
     ) -> _CudaPack:
+        """Prepare to pack a link into `places`, which are used in turn; see `MemoryOps`."""
         return _CudaPack(self._gpu, program, addresses, places)
 
     def view(
@@ -146,9 +158,11 @@ class CudaMemory:
         return flat.view(torch_dtype(dtype)).as_strided(tuple(sizes), strides)
 
     def settle(self, deadline_s: float) -> None:
+        """Wait for work of this process that may still change the weights; see `Gpu.settle`."""
         self._gpu.settle(deadline_s)
 
     def finish(self, deadline_s: float) -> None:
+        """Wait for the work that this object has queued; see `Gpu.finish`."""
         self._gpu.finish(deadline_s)
 
 
@@ -183,6 +197,7 @@ class _CudaCopies(GpuTables):
             self._words = self._allocate(WORDS_NBYTES) if any(overflows) else 0
 
     def run(self) -> None:
+        """Queue a kernel for each table of copies; clear the words in which kernels report an overflow."""
         gpu = self._gpu
         if self._words:
             gpu.device.clear(self._words, WORDS_NBYTES, gpu.stream)
@@ -192,6 +207,7 @@ class _CudaCopies(GpuTables):
             gpu.kernels.put(table, gpu.stream, words, num_multiprocessors=self._num_multiprocessors)
 
     def check(self) -> None:
+        """Raise `TransferFailed` if a cast of the last run has overflowed. The run must have ended."""
         if overflow := read_words(self._gpu, self._words)[2] if self._words else 0:
             copy = item_at(overflow, self._copies, (c.nbytes for c in self._copies))
             raise TransferFailed(overflow_text(copy.tensor, copy.src_dtype, copy.dst_dtype))
@@ -206,6 +222,7 @@ class _LinkDigests(GpuTables, Digests[str]):
         deadline_s: float,
         threads: Executor | None = None,  # noqa: ARG002
     ) -> dict[str, str]:
+        """Queue the hashing of all links, wait for the GPU, and read the digests. See `Digests.take`."""
         wanted = list(keys)
         for peer in wanted:
             self._queue(peer)
@@ -243,12 +260,15 @@ class _ReceivedDigests(_LinkDigests):
 
     @property
     def links(self) -> Mapping[str, DeviceLink]:
+        """Tables of each link's pieces; see `Digests`."""
         return self._links
 
     def _queue(self, peer: str) -> None:
+        """Queue the hashing of a link."""
         self._queue_digest(self._links[peer].digest, self._links[peer].tables)
 
     def _read(self, peer: str) -> str:
+        """Return the digest of a link that has been hashed."""
         return read_digest(self._gpu, self._links[peer].digest)
 
 
@@ -279,9 +299,11 @@ class _SentDigests(_LinkDigests):
                 self._links[peer] = words, loaded[0], loaded[1]
 
     def _queue(self, peer: str) -> None:
+        """Queue the hashing of a link."""
         self._queue_digest(*self._links[peer])
 
     def _read(self, peer: str) -> str:
+        """Return the digest of a link that has been hashed; raise `TransferFailed` if a cast overflowed."""
         return _digest_sent(self._gpu, self._links[peer][0], self._programs[peer])
 
 
@@ -309,6 +331,7 @@ class _ChunkDigests(GpuTables, Digests[int]):
         deadline_s: float,
         threads: Executor | None = None,  # noqa: ARG002
     ) -> dict[int, str]:
+        """Queue the hashing of all chunks, wait for the GPU, and read the digests. See `Digests.take`."""
         gpu, chunks = self._gpu, list(keys)
         if not chunks:
             return {}
@@ -348,11 +371,13 @@ class _CudaPack(GpuTables):
             self._packed = [self._load(join_tables(cut)) for cut in turns.work]
 
     def pack(self, turn: int, deadline_s: float) -> None:
+        """Pack the parts of a turn into their place, and wait for the GPU; see `LinkPack.pack`."""
         for table in self._packed[turn]:
             self._gpu.kernels.put(table, self._gpu.stream, self._words)
         self._gpu.finish(deadline_s)
 
     def pack_and_hash(self, deadline_s: float) -> str:
+        """Pack all turns, hash the whole link, and wait for the GPU; see `LinkPack.pack_and_hash`."""
         self._queue_digest(self._words, self._direct, itertools.chain.from_iterable(self._packed))
         self._gpu.finish(deadline_s)
         return _digest_sent(self._gpu, self._words, self._program)

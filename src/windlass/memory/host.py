@@ -56,6 +56,7 @@ class HostMemory(MemoryOps):
     digest_kind = DigestKind.XXH3
 
     def allocate(self, nbytes: int) -> HostBuffer:
+        """Return new host memory."""
         return HostBuffer(nbytes)
 
     def prepare(
@@ -64,23 +65,28 @@ class HostMemory(MemoryOps):
         *,
         beside_transfers: bool = False,  # noqa: ARG002
     ) -> _HostCopies:
+        """Prepare copies in host memory; see `MemoryOps.prepare`."""
         return _HostCopies(copies)
 
     def sent_digests(
         self, programs: Mapping[str, LinkProgram], addresses: UInt64Array
     ) -> LinkDigests:
+        """Prepare the digests of links from the memory of their source; see `MemoryOps`."""
         _import_torch(programs)
         return _HostDigests(lambda peer: _hash_sent(programs[peer], addresses))
 
     def received_digests(
         self, programs: Mapping[str, LinkProgram], addresses: UInt64Array, staging_address: int = 0
     ) -> LinkDigests:
+        """Prepare the digests of links from the memory of their destination; see `MemoryOps`."""
         _import_torch(programs)
         return _HostDigests(lambda peer: _hash_received(programs[peer], addresses, staging_address))
 
     def chunk_digests(
         self, addresses: UInt64Array, nbytes: Int64Array, chunk_start: Int64Array
     ) -> ChunkDigests:
+        """Prepare the digests of chunks of memory; see `MemoryOps`."""
+
         def hash_chunk(chunk: int) -> str:
             of_chunk = slice(int(chunk_start[chunk]), int(chunk_start[chunk + 1]))
             return _hash_ranges(addresses[of_chunk], nbytes[of_chunk])
@@ -88,16 +94,19 @@ class HostMemory(MemoryOps):
         return _HostDigests(hash_chunk)
 
     def least_pack_nbytes(self, program: LinkProgram) -> int:
+        """Return the smallest size of a place for `pack_link`; see `MemoryOps`."""
         return least_half(program)
 
     def pack_link(
         self, program: LinkProgram, addresses: UInt64Array, places: Sequence[range]
     ) -> _HostPack:
+        """Prepare to pack a link into `places`, which are used in turn; see `MemoryOps`."""
         return _HostPack(program, addresses, places)
 
     def view(
         self, address: int, sizes: Sequence[int], strides_bytes: Sequence[int], dtype: DType
     ) -> torch.Tensor:
+        """Return a tensor that views host memory, and does not keep it alive."""
         return strided_view(address, sizes, strides_bytes, dtype)
 
 
@@ -159,6 +168,7 @@ class _HostCopies(PreparedCopies):
         ]
 
     def run(self) -> None:
+        """Run all copies, and cast where the dtypes differ."""
         for target, source, tensor in self._copies:
             copy_cast(target, source, tensor)
 
@@ -176,6 +186,7 @@ class _HostDigests(Digests[Key]):
         deadline_s: float,  # noqa: ARG002
         threads: Executor | None = None,
     ) -> dict[Key, str]:
+        """Hash the memory of each link or chunk, in several threads if there are any. See `Digests.take`."""
         wanted = list(keys)
         found = (map if threads is None else threads.map)(self._digest, wanted)
         return dict(zip(wanted, found, strict=True))
@@ -200,10 +211,12 @@ class _HostPack:
         self.turns, self._ops = turns.parts, turns.work
 
     def pack(self, turn: int, deadline_s: float) -> None:  # noqa: ARG002
+        """Pack the parts of a turn into their place; see `LinkPack.pack`."""
         for op, part in zip(self._ops[turn], self.turns[turn], strict=True):
             pack_op(op, int(self._addresses[op.src_parameter]), part.address)
 
     def pack_and_hash(self, deadline_s: float) -> str:  # noqa: ARG002
+        """Pack all turns, and return the digest of the link; see `LinkPack.pack_and_hash`."""
         return _hash_source(
             self._program, self._addresses, lambda index, _: self._packed.get(index, ())
         )

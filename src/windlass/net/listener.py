@@ -58,6 +58,7 @@ class RateLimit(logging.Filter):
         self._began_s, self._num_seen = -math.inf, 0
 
     def filter(self, record: logging.LogRecord) -> bool:
+        """Count a record, and return whether to log it. The first record of a period also tells how many were dropped."""
         now_s = time.monotonic()
         left_out = 0
         if now_s - self._began_s >= LOG_PERIOD_S:
@@ -91,6 +92,7 @@ class _AcceptErrors(logging.Filter):
         self._limit = RateLimit(max_records=1)
 
     def filter(self, record: logging.LogRecord) -> bool:
+        """Return whether to log a record: at most one error of accepting per period."""
         return not str(record.msg).startswith(ACCEPT_ERROR) or self._limit.filter(record)
 
 
@@ -242,9 +244,11 @@ class _Accepted(asyncio.Protocol):
         self.received = bytearray()
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        """Pass the new connection to `on_accepted`."""
         self._on_accepted(cast("asyncio.Transport", transport), self)
 
     def data_received(self, data: bytes) -> None:
+        """Keep bytes until aiohttp takes the connection over."""
         self.received += data
 
 

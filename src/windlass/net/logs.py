@@ -120,6 +120,7 @@ class JsonFormatter(logging.Formatter):
         self._process = process
 
     def format(self, record: logging.LogRecord) -> str:
+        """Return the record as one line of JSON."""
         line: dict[str, object] = {
             "time": datetime.fromtimestamp(record.created, UTC).isoformat(timespec="milliseconds"),
             "level": record.levelname,
@@ -135,10 +136,13 @@ class JsonFormatter(logging.Formatter):
 
 @final
 class _TextFormatter(logging.Formatter):
+    """Formatter of records as text: time, process, level, message, and the fields in brackets."""
+
     def __init__(self, process: str) -> None:
         super().__init__(f"%(asctime)s {process} %(levelname)s %(message)s")
 
     def formatMessage(self, record: logging.LogRecord) -> str:  # noqa: N802 - logging's name
+        """Return the line of a record without its traceback, with unprintable characters escaped."""
         fields = " ".join(f"{name}={value}" for name, value in _fields.get(_NO_FIELDS).items())
         line = super().formatMessage(record)
         return printable(f"{line} [{fields}]" if fields else line)
@@ -150,6 +154,7 @@ def printable(text: str) -> str:
 
 
 def _escaped(character: str) -> str:
+    """Return a character, or its escape sequence if it is not printable."""
     if character.isprintable():
         return character
     return character.encode("unicode_escape", "surrogatepass").decode()
@@ -163,10 +168,12 @@ class _StderrHandler(logging.StreamHandler[TextIO]):
     """
 
     def emit(self, record: logging.LogRecord) -> None:
+        """Write a record to the present `sys.stderr`."""
         self.stream = sys.stderr
         super().emit(record)
 
     def format(self, record: logging.LogRecord) -> str:
+        """Return the text of a record; on a terminal, wrapped at the present width."""
         text = super().format(record)
         is_text = isinstance(self.formatter, _TextFormatter)
         if not is_text or self.stream is not sys.__stderr__ or not self.stream.isatty():

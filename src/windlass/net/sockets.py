@@ -269,6 +269,7 @@ async def _refuse_redirect(
     _context: SimpleNamespace,
     redirected: aiohttp.TraceRequestRedirectParams,
 ) -> None:
+    """Raise `PeerUnreachable`, so that the session follows no redirect. aiohttp calls this for each redirect."""
     where = redirected.response.headers.get("Location", "")[:200]
     raise PeerUnreachable(f"{redirected.url} redirects to {where!r}, which is not followed")
 

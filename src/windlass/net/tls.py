@@ -94,11 +94,13 @@ def client_context(*, to_controller: bool) -> ssl.SSLContext | None:
 
 @cache
 def _server_context(files: _Files) -> ssl.SSLContext:
+    """Return the context for servers with these files. Later calls return the same context."""
     return _load(ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER), files, ssl.CERT_OPTIONAL)
 
 
 @cache
 def _client_context(files: _Files, to_controller: bool) -> ssl.SSLContext:
+    """Return the context for clients with these files. Later calls return the same context."""
     # `PROTOCOL_TLS_CLIENT` checks the certificate chain and the host name.
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
     if to_controller:
@@ -113,6 +115,7 @@ class _ControllerSocket(ssl.SSLSocket):
     """TLS connection of a blocking client to a controller."""
 
     def do_handshake(self, block: bool = False) -> None:
+        """Do the handshake, then check that the server may be a controller."""
         super().do_handshake(block)
         _check_controller(self.getpeercert())
 
@@ -121,6 +124,7 @@ class _ControllerObject(ssl.SSLObject):
     """TLS connection of an asynchronous client to a controller."""
 
     def do_handshake(self) -> None:
+        """Do the handshake, then check that the server may be a controller."""
         super().do_handshake()
         _check_controller(self.getpeercert())
 

@@ -163,11 +163,13 @@ class TransportSet(OneSidedTransport):
 
     @property
     def allocator(self) -> MemoryAllocator | None:
+        """Allocator of the first member that has one; None if none has."""
         found = (member.allocator for member in self._members.values())
         return next((allocator for allocator in found if allocator is not None), None)
 
     @property
     def mapper(self) -> PeerMapper | None:
+        """Mapper of the first member that has one; None if none has."""
         found = (member.mapper for member in self._members.values())
         return next((mapper for mapper in found if mapper is not None), None)
 
@@ -180,6 +182,7 @@ class TransportSet(OneSidedTransport):
         return next(iter(self._members.values())).endpoint()
 
     def offers(self) -> tuple[TransportOffer, ...]:
+        """Return the offers of all members."""
         return tuple(offer for member in self._members.values() for offer in member.offers())
 
     def register_all(self, spans: Sequence[tuple[int, int]]) -> tuple[MemoryRegion, ...]:
@@ -226,6 +229,7 @@ class TransportSet(OneSidedTransport):
         return MemoryRegion(*span, remotes[0], tuple(remotes[1:]))
 
     def unregister(self, region: MemoryRegion, released: Callable[[], None] | None = None) -> None:
+        """Unregister a region at all members; `released` is called after the last of them has released it."""
         with self._lock:
             done = self._regions.pop(region, None)
         if done is None:
@@ -260,6 +264,7 @@ class TransportSet(OneSidedTransport):
             member.fence(deadline_s=deadline.remaining_s)
 
     def close(self) -> None:
+        """Close all members."""
         with ExitStack() as closing:
             for member in self._members.values():
                 closing.callback(member.close)

@@ -33,6 +33,7 @@ class CmaConfig(TransportConfig, frozen=True, tag="cma"):
     num_threads: int = 2
 
     def create(self, *, towards: str = "", gpu: int = -1) -> OneSidedTransport:  # noqa: ARG002
+        """Start the transport."""
         return CmaTransport(self.num_threads)
 
 
@@ -64,14 +65,17 @@ class CmaTransport(RegionTransport):
         super().__init__(self._own.endpoint)
 
     def report(self) -> WireReport:
+        """Return the wire of this transport: `process_vm_writev`."""
         return WireReport("cma", "process_vm_writev", f"pid {self._endpoint.address}")
 
     def close(self) -> None:
+        """Forget all regions, and end the threads that copy."""
         self._own.close()
         super().close()
         self.helpers.shutdown(wait=True)
 
     def _write(self, batch: WriteBatch, deadline: Deadline) -> None:
+        """Copy all ranges into the peer's memory; check before and after that the peer is alive."""
         pid = self._peers.check(batch.endpoint)
         pieces = batch.local_addresses, batch.remote_addresses, batch.nbytes
         try:

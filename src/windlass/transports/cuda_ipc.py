@@ -40,6 +40,7 @@ class CudaIpcConfig(TransportConfig, frozen=True, tag="cuda_ipc"):
     num_multiprocessors: int = 0
 
     def create(self, *, towards: str = "", gpu: int = -1) -> OneSidedTransport:  # noqa: ARG002
+        """Start the transport on `gpu`, or on the configured GPU if it is below 0."""
         return CudaIpcTransport(self.device if gpu < 0 else gpu, self.num_multiprocessors)
 
 
@@ -63,6 +64,7 @@ class CudaIpcTransport(RegionTransport):
 
     @property
     def traits(self) -> TransportTraits:
+        """See `OneSidedTransport.traits`."""
         return TransportTraits(
             same_host=True,
             one_sided=True,
@@ -74,9 +76,11 @@ class CudaIpcTransport(RegionTransport):
 
     @property
     def mapper(self) -> PeerMapper:
+        """This transport, which maps memory of peers."""
         return self
 
     def report(self) -> WireReport:
+        """Return the wire of this transport: CUDA IPC, with the number of the GPU."""
         return WireReport("cuda_ipc", "cuda-ipc", f"GPU {self.gpu.device.ordinal}")
 
     def _register(self, address: int, nbytes: int) -> str:
@@ -103,6 +107,10 @@ class CudaIpcTransport(RegionTransport):
         return self.gpu.is_late
 
     def map_region(self, region: RemoteRegion) -> MappedRegion:
+        """Map a peer's GPU memory into this process, and keep it mapped; see `PeerMapper`.
+
+        Memory of this process is only made accessible to this GPU. Mappings of processes that have ended are closed first.
+        """
         stop = region.address + region.nbytes
         ordinal, offset, handle = _parse_key(region.key)
         # CUDA cannot open an IPC handle in the process that exported it.
@@ -126,6 +134,7 @@ class CudaIpcTransport(RegionTransport):
         return MappedRegion(region.address, stop, base + offset - region.address)
 
     def keep_mapped(self, regions: Iterable[RemoteRegion]) -> None:
+        """Close the mappings that no region of `regions` needs; see `PeerMapper`. Close none while the GPU is late."""
         if self.gpu.is_late:
             return
         needed = {(region.endpoint, _parse_key(region.key)[2]) for region in regions}
@@ -145,6 +154,7 @@ class CudaIpcTransport(RegionTransport):
                     self.gpu.device.close_handle(self._opened.pop(place))
 
     def _write(self, batch: WriteBatch, deadline: Deadline) -> None:
+        """Map the peer's regions, copy all ranges, and wait for the copies; check before and after that the peer is alive."""
         check_alive(batch.endpoint)
         mapped = sorted((self.map_region(r) for r in batch.regions), key=lambda m: m.start)
         starts = np.array([m.start for m in mapped], np.uint64)

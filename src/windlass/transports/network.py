@@ -482,9 +482,11 @@ class NetworkTransport(RegionTransport, Generic[PeerT]):
         return endpoint
 
     def _is_touched(self, region: MemoryRegion) -> bool:
+        """Return whether an unfinished call to a peer uses the region."""
         return any(peer.touches(region) for peer in self.peers.values())
 
     def _write(self, batch: WriteBatch, deadline: Deadline) -> None:
+        """Connect to the peer if necessary, confirm its regions, and write the ranges in calls of allowed sizes."""
         peer = self._peer(batch.endpoint, deadline)
         peer.confirm(batch.regions, deadline)
         for pieces in self._calls(batch, [peer.step_nbytes(region) for region in batch.regions]):

@@ -88,6 +88,7 @@ class PullConfig(TransportConfig, frozen=True, tag="pull"):
     num_threads: int = 2
 
     def create(self, *, towards: str = "", gpu: int = -1) -> OneSidedTransport:  # noqa: ARG002
+        """Start the transport, for GPU memory if `gpu` is not below 0."""
         return PullTransport(self.num_threads, gpu)
 
 
@@ -148,6 +149,7 @@ class PullTransport(RegionTransport):
         )
 
     def report(self) -> WireReport:
+        """Return the wire of this transport: CUDA IPC, or `process_vm_readv`."""
         if self._gpu is not None:
             return WireReport("pull", "cuda-ipc", f"GPU {self.traits.gpu}")
         return WireReport("pull", "process_vm_readv", f"pid {self._endpoint.address}")
@@ -169,6 +171,7 @@ class PullTransport(RegionTransport):
             )
 
     def close(self) -> None:
+        """Wait at most `CLOSE_S` for reads of peers, forget all regions, and free what no peer reads any more."""
         self._own.close()
         with contextlib.suppress(TransferFailed):
             self.fence(deadline_s=CLOSE_S)
@@ -301,6 +304,7 @@ class PullTransport(RegionTransport):
                 self._changed.notify_all()
 
     def _is_touched(self, region: MemoryRegion) -> bool:
+        """Return whether a peer may still read the region."""
         return self.is_late or any(overlaps(region, *read) for read in self._reads.values())
 
     @property

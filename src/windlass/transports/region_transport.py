@@ -40,9 +40,11 @@ class RegionTransport(OneSidedTransport):
         """Unregistered regions that unfinished calls use, each with the function that frees it later."""
 
     def endpoint(self) -> PeerEndpoint:
+        """Address of this process for peers."""
         return self._endpoint
 
     def register_all(self, spans: Sequence[tuple[int, int]]) -> tuple[MemoryRegion, ...]:
+        """Register all spans, or none of them; see `OneSidedTransport.register_all`."""
         with self._lock, self._current():
             # Check before the library registers anything.
             self.table.check_free(spans)
@@ -85,6 +87,7 @@ class RegionTransport(OneSidedTransport):
                         self._free_untouched()
 
     def close(self) -> None:
+        """Forget all regions."""
         with self._lock:
             self.table.clear()
 

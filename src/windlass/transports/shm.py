@@ -63,6 +63,7 @@ class ShmConfig(TransportConfig, frozen=True, tag="shm"):
     remedy: ClassVar[str] = "a kernel with memfd_create"
 
     def create(self, *, towards: str = "", gpu: int = -1) -> OneSidedTransport:  # noqa: ARG002
+        """Start the transport."""
         return ShmTransport()
 
 
@@ -89,9 +90,11 @@ class ShmTransport(RegionTransport):
 
     @property
     def allocator(self) -> MemoryAllocator:
+        """This transport, which allocates shared memory."""
         return self
 
     def report(self) -> WireReport:
+        """Return the wire of this transport: POSIX shared memory."""
         return WireReport("shm", "posix-shm", f"pid {self._endpoint.address}")
 
     def allocate(self, nbytes: int) -> int:
@@ -119,6 +122,7 @@ class ShmTransport(RegionTransport):
         segment.close()
 
     def close(self) -> None:
+        """Forget all regions and mappings of peers, and free all segments of this process."""
         self._own.close()
         super().close()
         with self._lock:
@@ -128,6 +132,7 @@ class ShmTransport(RegionTransport):
             segment.close()
 
     def _register(self, address: int, nbytes: int) -> str:
+        """Return the key of a range inside a segment of this process; empty for other memory."""
         for segment in self._segments.values():
             offset = address - segment.address
             if offset >= 0 and offset + nbytes <= segment.nbytes:
@@ -135,6 +140,7 @@ class ShmTransport(RegionTransport):
         return ""
 
     def _write(self, batch: WriteBatch, deadline: Deadline) -> None:
+        """Map the peer's segments, copy all ranges, and check that the peer is alive."""
         try:
             self._processes.check(batch.endpoint)
             targets, mapped = self._translate(batch)

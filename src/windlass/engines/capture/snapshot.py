@@ -183,22 +183,26 @@ def _restore_slots(item: object, values: dict[MemberDescriptorType, object]) -> 
 
 
 def _restore_cell(cell: CellType, kept: list[tuple[str, object]]) -> None:
+    """Put the recorded value back into a closure's cell, unless the cell still contains it. `kept` is empty for an empty cell."""
     for _, value in kept:
         if not any(held is value for _, held in contents_of(cell)):
             cell.cell_contents = value
 
 
 def _restore_partial(item: Any, kept: tuple[object, ...]) -> None:
+    """Set the recorded function and arguments of a `functools.partial`, unless it still has them."""
     if not _same((item.func, item.args, item.keywords), kept):
         item.__setstate__((*kept, vars(item)))
 
 
 def _restore_function(function: FunctionType, kept: tuple[Any, Any]) -> None:
+    """Set the recorded default values of a function, unless it still has them."""
     if not _same((function.__defaults__, function.__kwdefaults__), kept):
         function.__defaults__, function.__kwdefaults__ = kept
 
 
 def _restore_class(kind: type, kept: dict[str, object]) -> None:
+    """Set each recorded attribute of a class that now has another value, except attributes of Python itself."""
     for name, value in kept.items():
         if not name.startswith("__") and vars(kind).get(name) is not value:
             setattr(kind, name, value)
@@ -390,6 +394,7 @@ def _same(one: Collection[object], other: Collection[object]) -> bool:
 
 
 def _is_at(tensor: torch.Tensor, kept: torch.Tensor) -> bool:
+    """Return whether two tensors have the same memory, shape, strides, dtype and device."""
     return (
         tensor.device == kept.device
         and tensor.dtype == kept.dtype

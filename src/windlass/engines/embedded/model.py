@@ -140,6 +140,7 @@ class _CutLinear(torch.nn.Module):
         self._by_inputs = by_inputs
 
     def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        """Return the output features of this rank's share. With `by_inputs`, return the sum over all ranks. Collective then."""
         if not self._by_inputs:
             return functional.linear(inputs, self.weight, self.bias)
         outputs = functional.linear(inputs, self.weight)

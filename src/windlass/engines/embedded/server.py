@@ -228,9 +228,11 @@ class EngineServer:
         return has_stop
 
     async def _health(self, _http: web.Request) -> web.Response:
+        """Answer `GET /health`."""
         return web.json_response({"status": "ok"})
 
     async def _server_info(self, _http: web.Request) -> web.Response:
+        """Return the settings, the numbers of running and waiting requests, and whether the scheduler is paused."""
         running, waiting = self._scheduler.num_requests()
         info = msgspec.to_builtins(self._settings)
         return web.json_response(
@@ -238,15 +240,18 @@ class EngineServer:
         )
 
     async def _model_info(self, _http: web.Request) -> web.Response:
+        """Return the model's folder and the served version."""
         version = str(self._scheduler.version)
         told = {"model_path": self._settings.model, "weight_version": version}
         return web.json_response({**told, "is_generation": True})
 
     async def _get_weights(self, http: web.Request) -> web.Response:
+        """Return the values of a weight, which the query names."""
         self._require("get_weights_by_name")
         return web.json_response({"parameter": self._read_weight(http.query.get("name", ""))})
 
     async def _pause(self, http: web.Request) -> web.Response:
+        """Pause the scheduler in a mode, and answer when it is paused. Each request is a pause of its own."""
         body = msgspec.json.decode(await http.read() or b"{}", type=_Pause)
         self._pauses += 1
         pause_id = f"http.{self._pauses}"
@@ -260,16 +265,19 @@ class EngineServer:
         return web.json_response({"success": True})
 
     async def _continue(self, _http: web.Request) -> web.Response:
+        """End all pauses."""
         self._require("continue_generation")
         self._scheduler.resume()
         return web.json_response({"status": "running"})
 
     async def _update_version(self, http: web.Request) -> web.Response:
+        """Set the version that later tokens name. The weights do not change."""
         body = msgspec.json.decode(await http.read(), type=_Version, strict=False)
         self._scheduler.set_version(body.new_version)
         return web.json_response({"success": True, "new_version": body.new_version})
 
     async def _abort(self, http: web.Request) -> web.Response:
+        """Abort the request of an id, and return whether it was running or waiting."""
         body = msgspec.json.decode(await http.read(), type=_Abort)
         return web.json_response({"aborted": self._scheduler.abort(body.rid)})
 

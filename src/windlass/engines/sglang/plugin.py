@@ -233,6 +233,7 @@ class _RefusalsFirst:
         self._manager = manager
 
     def __getattr__(self, name: str) -> Any:
+        """Return the manager's attribute."""
         return getattr(self._manager, name)
 
     async def flush_cache_communicator(self, request: Any) -> list[Any]:
@@ -258,6 +259,7 @@ def reach_replicas(mixin: Any) -> None:
     async def update_weights_from_tensor(
         manager: Any, request: Any, received: object = None
     ) -> Any:
+        """Send an order to the schedulers of all replicas; pass everything else to SGLang."""
         payloads: Sequence[str | bytes] = request.serialized_named_tensors
         is_order = request.load_format not in _OF_TENSORS and len(set(payloads)) == 1
         if replicas_of(manager.server_args) == 1 or not is_order:
@@ -271,6 +273,7 @@ def reach_replicas(mixin: Any) -> None:
         )
 
     async def flush_cache(manager: Any, timeout_s: float | None = None) -> Any:
+        """Flush the caches, and return a refusal if any replica refuses."""
         return await flush(_RefusalsFirst(manager), timeout_s)
 
     mixin.update_weights_from_tensor, mixin.flush_cache = update_weights_from_tensor, flush_cache
@@ -286,6 +289,7 @@ def pause_at_once(manager_class: Any) -> None:
     pause: Callable[..., Awaitable[None]] = manager_class.pause_generation
 
     async def pause_generation(manager: Any, request: Any) -> None:
+        """Abort again and again until no request runs."""
         if request.mode != "abort":
             await pause(manager, request)
             return
@@ -313,6 +317,7 @@ def refuse_ignored(manager_class: Any) -> None:
     generate: Callable[..., AsyncIterator[Any]] = manager_class.generate_request
 
     async def generate_request(manager: Any, asked: Any, request: Any = None) -> AsyncIterator[Any]:
+        """Raise `ValueError` for a seed or a priority that SGLang would ignore."""
         settings = manager.server_args
         given = vars(asked).get("sampling_params")
         each = given if isinstance(given, list) else [given]
@@ -421,12 +426,21 @@ class SglangMember(Member):
             )
 
     def _end_server(self) -> None:
+        """Kill the other processes of the server, and end this process with status 2."""
         from sglang.srt.utils import kill_process_tree
 
         kill_process_tree(os.getpid(), include_parent=False)
         os._exit(2)
 
     def _have_ranks_join(self, order: JoinOrder) -> None:
+        """Order all ranks to capture their layouts and to join the controller's fleet; wait until they have joined.
+
+        If memory has slept, first pause generation. Record that the layouts are captured.
+
+        Raises:
+            ConfigError: the memory was freed before the join, and the layouts could not be captured before that.
+            PeerUnreachable, PeerTimeout: see `join_fleet`.
+        """
         if self._refusal:
             raise ConfigError(f"the memory was freed before the join, and {self._refusal}")
         settings, secrets = self._settings_and_secrets(order)

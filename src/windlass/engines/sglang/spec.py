@@ -202,6 +202,11 @@ class SglangServer:
     ready_line = "The server is fired up"
 
     def command(self, args: argparse.Namespace, rest: Sequence[str]) -> ServerCommand:
+        """Return the command of an SGLang server; see `EngineServer`.
+
+        Raises:
+            ConfigError: this release of SGLang cannot run with these options.
+        """
         if is_set(ORIGINAL):
             raise ConfigError(f"{ORIGINAL} must not be set: {SAMPLED}")
         require_followed(Path(args.model), rest)

@@ -85,12 +85,14 @@ def extend_api_server() -> None:
     initialise, update = AsyncLLM.init_weight_transfer_engine, AsyncLLM.update_weights
 
     async def init_weight_transfer_engine(engine: Any, request: Any) -> None:
+        """Order the ranks to join the trainer's fleet."""
         if not is_backend_of(engine.vllm_config):
             await initialise(engine, request)
             return
         await _join_trainer(engine, msgspec.convert(request.init_info, JoinOrder))
 
     async def update_weights(engine: Any, request: Any) -> None:
+        """Call vLLM's method, with all replicas paused if they run their steps together."""
         if not is_backend_of(engine.vllm_config) or not _runs_in_lockstep(engine.vllm_config):
             await update(engine, request)
             return

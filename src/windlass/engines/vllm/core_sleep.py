@@ -59,6 +59,7 @@ def keep_lost_weights_paused() -> None:
     resume = EngineCore.resume_scheduler
 
     def sleep(core: Any, level: int = 1, mode: str = "abort") -> Any:
+        """Sleep, unless an update runs. A level above 1 may lose the weights."""
         if level >= 1 and may_sleep(core):
             if any(core.collective_rpc(_IN_ROUND)):
                 raise RuntimeError("sleep: an update runs; call again after its end")
@@ -70,6 +71,7 @@ def keep_lost_weights_paused() -> None:
         return fall_asleep(core, level, mode)
 
     def wake_up(core: Any, tags: list[str] | None = None) -> Any:
+        """Wake memory on all ranks, and resume the scheduler when all memory is awake."""
         asleep = core.model_executor.sleeping_tags
         woken = [tag for tag in sorted(asleep) if tags is None or tag in tags]
         if not woken or not may_sleep(core):
@@ -81,6 +83,7 @@ def keep_lost_weights_paused() -> None:
         return is_awake
 
     def resume_scheduler(core: Any) -> None:
+        """Resume, or record that `go_on` must resume later."""
         if _turn.is_in_round or _is_empty(core):
             _turn.resumes = True
         else:

@@ -294,6 +294,7 @@ def keep_caches_apart() -> None:
     handle = EngineCoreProc._handle_client_request
 
     def preprocess_add_request(core: Any, request: Any) -> Any:
+        """Let a new request use only cache entries of the current weights."""
         if is_backend_of(core.vllm_config):
             request.cache_salt = namespace.salt(request.cache_salt)
             if (connector := core.scheduler.get_kv_connector()) is not None:
@@ -307,6 +308,7 @@ def keep_caches_apart() -> None:
         args: tuple[Any, ...] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> list[Any]:
+        """Run calls of Windlass in the EngineCore, and pass every other call to the workers."""
         if method == ORDERS:
             _prepare_order(core, args[0])
         if method == _HOLDS and kwargs is not None and is_backend_of(core.vllm_config):
@@ -324,6 +326,7 @@ def keep_caches_apart() -> None:
         return found
 
     def handle_client_request(core: Any, kind: Any, *request: Any) -> Any:
+        """Run a call that a rank has queued, or pass the request to vLLM."""
         return request[0]() if kind is _CALL else handle(core, kind, *request)
 
     EngineCore.preprocess_add_request = preprocess_add_request
@@ -386,6 +389,7 @@ def load_current_entries(connector: Any, namespace: Namespace) -> None:
     match: Callable[..., tuple[int | None, bool]] = connector.get_num_new_matched_tokens
 
     def get_num_new_matched_tokens(request: Any, *told: Any) -> tuple[int | None, bool]:
+        """Return no matching tokens for entries of other weights."""
         handover = vars(request).get("kv_transfer_params") or {}
         if handover.get(_ADDRESS) and handover.get(WEIGHTS) != namespace.weights:
             return 0, False
@@ -411,6 +415,7 @@ def _with_weights(finished: Callable[..., Any], namespace: Namespace) -> Callabl
     """
 
     def request_finished(request: Any, *blocks: Any) -> tuple[bool, dict[str, Any] | None]:
+        """Add the identity of the weights to the address of the entries."""
         is_kept, handover = finished(request, *blocks)
         if handover and handover.get(_ADDRESS):
             handover[WEIGHTS] = namespace.weights_of(request)
@@ -560,11 +565,13 @@ def _with_version_records(scheduler: Any) -> Any:
         """vLLM's scheduler; it also records the weight version of each step and of each token."""
 
         def schedule(self, throttle_prefills: bool = False) -> Any:
+            """Return the next step, with the version of the weights that will compute it."""
             step = super().schedule(throttle_prefills)
             vars(step)[_NOTED] = own_core.version
             return step
 
         def update_from_output(self, scheduler_output: Any, model_runner_output: Any) -> Any:
+            """Add the step's version to the new tokens of each request; the last output of a request has all its versions."""
             version: int | None = vars(scheduler_output)[_NOTED]
             # Look up the requests first: the base class removes a request that has its last token.
             kept = {name: self.requests.get(name) for name in scheduler_output.num_scheduled_tokens}

@@ -135,10 +135,12 @@ class CompletionsRoute(GenerateRoute):
     path = "/v1/completions"
 
     def to_inner(self, request: _Request) -> dict[str, object]:
+        """Return the body of the request to `/v1/completions`."""
         tokens = {"return_token_ids": True, "return_tokens_as_token_ids": True}
         return {"prompt": request.input_ids, **tokens, **_sampling(request), **_named(request)}
 
     def to_outer(self, body: bytes) -> dict[str, object]:
+        """Return the response to `POST /generate` from vLLM's response."""
         found = msgspec.json.decode(body, type=_Answer)
         choice, noted = found.choices[0], found.kv_transfer_params
         versions = noted.weight_versions if noted is not None else None

@@ -191,6 +191,7 @@ class VllmMember(Member):
         )
 
     def _have_ranks_join(self, order: JoinOrder) -> None:
+        """Order all ranks of the server to capture their layouts and to join the controller's fleet; wait until they have joined."""
         # vLLM's channels to other hosts are not encrypted, so each rank reads the token on its own host.
         token = "" if self._spans_hosts else order.token or self.token
         require_backend(self._engine.vllm_config.weight_transfer_config.backend)
@@ -200,5 +201,6 @@ class VllmMember(Member):
         ).result()
 
     def _end_server(self) -> None:
+        """Shut down vLLM's engine, and end this process with status 2."""
         self._engine.shutdown()
         os._exit(2)

@@ -161,6 +161,11 @@ class VllmServer:
     ready_line = "Application startup complete"
 
     def command(self, args: argparse.Namespace, rest: Sequence[str]) -> ServerCommand:
+        """Return the command of a vLLM server with Windlass's weight-transfer backend; see `EngineServer`.
+
+        Raises:
+            ConfigError: vLLM's plugin is not installed, or an option contradicts an update.
+        """
         require_plugin()
         require_followed(Path(args.model), rest)
         transfer = dict(options_of(rest)).get("--weight-transfer-config")

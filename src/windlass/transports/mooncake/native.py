@@ -207,6 +207,11 @@ def is_installed(distribution: str) -> bool:
 
 
 def _installed_version() -> str:
+    """Return the version of the installed distribution.
+
+    Raises:
+        TransportUnavailable: no distribution is installed, or several are, or it is too old.
+    """
     found = [f"{name} {version(name)}" for name in _DISTRIBUTIONS if is_installed(name)]
     if not found:
         raise TransportUnavailable(
@@ -289,6 +294,11 @@ def max_registration_nbytes(device: str) -> int:
 
 
 def _query(verbs: ctypes.CDLL, device: int | None, name: str) -> int:
+    """Open a device, return the largest size of one registration, and close the device.
+
+    Raises:
+        TransportUnavailable: the device cannot be opened or queried.
+    """
     context = verbs.ibv_open_device(device)
     if not context:
         raise TransportUnavailable(f"mooncake: device {name} cannot be opened")

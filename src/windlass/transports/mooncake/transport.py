@@ -115,6 +115,7 @@ class MooncakeConfig(NetworkConfig, frozen=True, tag="mooncake"):
         take_names(self, {"protocol": MooncakeProtocol})
 
     def create(self, *, towards: str = "", gpu: int = -1) -> OneSidedTransport:
+        """Start the transport; see `TransportConfig.create`."""
         return MooncakeTransport(self.placed(towards=towards, gpu=gpu))
 
 
@@ -186,11 +187,13 @@ class _Call(NativeCall):
         self.seconds = 0.0
 
     def look(self) -> Outcome:
+        """Return whether the call still runs, or how it ended."""
         if self.code is None:
             return Outcome.PENDING
         return Outcome.DONE if self.code == 0 else Outcome.FAILED
 
     def cancel(self) -> bool:
+        """Cancel the call unless the thread has begun it; return whether it is cancelled."""
         self.cancelled = not self.begun
         return self.cancelled
 
@@ -201,6 +204,7 @@ class _Call(NativeCall):
             os.eventfd_write(self.wake, 1)
 
     def stop_waiting(self) -> None:
+        """Close the event descriptor: the end of the call wakes no thread from now on."""
         wake, self.wake = self.wake, -1
         os.close(wake)
 
@@ -231,10 +235,12 @@ class MooncakePeer(NetworkPeer):
 
     @property
     def is_in_use(self) -> bool:
+        """Whether a call to this peer has not ended."""
         with self.lock:
             return super().is_in_use or any(not call.cancelled for call in self._open)
 
     def step_nbytes(self, region: RemoteRegion) -> int:
+        """Return the size in which the peer registered a region, or 0 if as a whole; raise `RegionError` for a wrong key."""
         key = region.key
         if not key:
             return 0
@@ -445,6 +451,7 @@ class MooncakeTransport(NetworkTransport[MooncakePeer]):
 
     @property
     def traits(self) -> TransportTraits:
+        """See `OneSidedTransport.traits`."""
         return TransportTraits(
             same_host=False,
             one_sided=self._is_rdma(),
@@ -457,6 +464,11 @@ class MooncakeTransport(NetworkTransport[MooncakePeer]):
         return WireReport("mooncake", self._started.wire, self._started.detail)
 
     def _register_together(self, spans: Sequence[tuple[int, int]]) -> list[str]:
+        """Pin all spans with all engines, or none of them; return the key of each span, which tells its step size.
+
+        Raises:
+            RegionError: the library refuses a span.
+        """
         steps = self._steps(spans)
         with ExitStack() as undo:
             for engine in self.engines:
@@ -508,14 +520,17 @@ class MooncakeTransport(NetworkTransport[MooncakePeer]):
             end_connections(lambda own: own.getsockname()[1] in ports, deadline)
 
     def _close_library(self, spans: Sequence[tuple[int, int]]) -> None:
+        """Unpin the spans that are still registered."""
         for span in spans:
             self._unpin(*span)
 
     def _listener_of(self, endpoint: PeerEndpoint) -> PeerEndpoint:
+        """Return the endpoint that tells whether the peer's process lives."""
         token, _, address, _ = _parse(endpoint)
         return PeerEndpoint("mooncake", address, token[:INCARNATION_NBYTES])
 
     def _new_peer(self, endpoint: PeerEndpoint, liveness: PeerLiveness) -> MooncakePeer:
+        """Return a new peer for an endpoint, and record the endpoint at the engine that will write to it."""
         engine = self._engine_for(endpoint)
         peer = MooncakePeer(engine, endpoint, liveness)
         engine.contacted[endpoint.address] = endpoint

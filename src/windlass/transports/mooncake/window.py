@@ -68,5 +68,6 @@ class MooncakeWindow(MooncakeTransport):
             threading.Event().wait(min(SETTLE_S, deadline_s))
 
     def close(self) -> None:
+        """Close the liveness listener of this process, then the transport."""
         self._watched.close()
         super().close()

@@ -102,6 +102,7 @@ class NixlConfig(NetworkConfig, frozen=True, tag="nixl"):
         take_names(self, {"wire": NixlWire})
 
     def create(self, *, towards: str = "", gpu: int = -1) -> OneSidedTransport:
+        """Start the transport; see `TransportConfig.create`."""
         return NixlTransport(self.placed(towards=towards, gpu=gpu))
 
 
@@ -188,6 +189,7 @@ class _Transfer(NativeCall):
             self.error = str(error)
 
     def look(self) -> Outcome:
+        """Ask NIXL for the state of the transfer, and return it; a failure stores its text in `error`."""
         if self._handle is None or not self._is_posted:
             return Outcome.FAILED
         try:
@@ -198,6 +200,7 @@ class _Transfer(NativeCall):
         return {"DONE": Outcome.DONE, "ERR": Outcome.FAILED}.get(state, Outcome.PENDING)
 
     def cancel(self) -> bool:
+        """Return whether the transfer does not exist: NIXL cannot cancel a transfer."""
         return self._handle is None
 
 
@@ -226,9 +229,11 @@ class NixlPeer(NetworkPeer):
 
     @property
     def is_in_use(self) -> bool:
+        """Whether a call to this peer has not ended, or the peer still has memory for words."""
         return super().is_in_use or bool(self._words)
 
     def step_nbytes(self, region: RemoteRegion) -> int:
+        """Return the largest step in which the peer registered a region."""
         return max(key.step_nbytes for key in self._keys[region.key])
 
     def confirm(self, regions: Sequence[RemoteRegion], deadline: Deadline) -> None:
@@ -460,6 +465,11 @@ class NixlTransport(NetworkTransport[NixlPeer]):
         )
 
     def _register_together(self, spans: Sequence[tuple[int, int]]) -> list[str]:
+        """Register all spans in one call of the library; return the key of each span, which has its metadata.
+
+        Raises:
+            RegionError: the library refuses a span.
+        """
         agent, gpu = self._agent.native, self._config.gpu
         together = self._register_native(spans, gpu)
         # Each region needs a separate handle, because regions are unregistered separately.
@@ -507,6 +517,7 @@ class NixlTransport(NetworkTransport[NixlPeer]):
         self._native.clear()
 
     def _new_peer(self, endpoint: PeerEndpoint, liveness: PeerLiveness) -> NixlPeer:
+        """Return a new peer for an endpoint."""
         return NixlPeer(self._agent, endpoint, liveness, self._lock)
 
     def _current(self) -> contextlib.AbstractContextManager[None]:
