@@ -140,12 +140,16 @@ async def line_of(process: asyncio.subprocess.Process) -> Any:
 
 
 async def resident_nbytes(process: asyncio.subprocess.Process, below: float) -> int:
-    """Return the resident memory of a process once it is below a limit, or after some seconds."""
+    """Return the resident memory of a process once it is below a limit, or after some seconds.
+
+    Pages that Linux may take at any time do not count.
+    """
     found = 0
     for _ in range(150):
-        with open(f"/proc/{process.pid}/statm", encoding="ascii") as file:  # noqa: ASYNC230
-            pages = int(file.read().split()[1])
-        found = pages * os.sysconf("SC_PAGESIZE")
+        with open(f"/proc/{process.pid}/smaps_rollup", encoding="ascii") as file:  # noqa: ASYNC230
+            words = [line.split() for line in file]
+        sizes = {name: int(size) << 10 for name, size, *unit in words if unit == ["kB"]}
+        found = sizes["Rss:"] - sizes["LazyFree:"]
         if found < below:
             break
         await asyncio.sleep(0.02)
@@ -359,6 +363,32 @@ async def test_a_rank_refuses_elements_with_another_digest(rig: Rig) -> None:
     await rig.batches.put(0, samples_of(groups))
     answers = await asyncio.gather(*waiting)
     assert [(a["numbers"], a["wrong"]) for a in answers] == [([0], []), ([1], [])]
+
+
+def test_a_copy_uses_the_memory_of_a_freed_copy() -> None:
+    def address(array: Any) -> int:
+        return int(array.ctypes.data)
+
+    def made(number: int) -> Any:
+        return SampleTensor.of(elements(number, NUMEL), per_token=False).to_numpy()
+
+    first, second = made(1), made(2)
+    freed = address(first)
+    part = first[:10]
+    del first
+    third = made(3)
+    # A view still uses the first copy.
+    assert address(third) not in {freed, address(second)}
+    assert part.tolist() == elements(1, NUMEL)[:10].tolist()
+    del part
+    # A much smaller copy does not take the memory.
+    small = SampleTensor.of(elements(4, NUMEL // 4), per_token=False).to_numpy()
+    assert address(small) != freed
+    fourth = made(5)
+    assert address(fourth) == freed
+    for number, found in ((2, second), (3, third), (5, fourth)):
+        assert np.array_equal(found, elements(number, NUMEL))
+    assert np.array_equal(small, elements(4, NUMEL // 4))
 
 
 def test_a_tensor_in_a_view_can_be_pickled_and_copied() -> None:

@@ -11,6 +11,8 @@ import importlib
 import math
 import mmap
 import sys
+import weakref
+from collections import deque
 from collections.abc import Mapping
 from typing import Any
 
@@ -24,6 +26,8 @@ MAX_DIMS = 8
 """Largest number of dimensions of a tensor."""
 MAPPED_NBYTES = 1 << 20
 """Size from which a copied tensor has a memory mapping of its own."""
+KEPT_MAPPINGS = 32
+"""Largest number of unused mappings that are kept, because new memory is slow at its first use: 0.3 to 4 s per GB."""
 
 
 class HeldTensor(msgspec.Struct, frozen=True, weakref=True):
@@ -174,16 +178,47 @@ class SampleTensor(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
 def _copied(array: Any) -> Any:
     """Return a copy of an array's elements in C order, as bytes or a memoryview that cannot be changed.
 
-    A large copy has a mapping of its own: huge pages make it fast, and the system gets the memory back when it is freed.
+    A large copy has a mapping of its own. Later copies use the mapping again once this copy is freed.
     """
     if array.nbytes < MAPPED_NBYTES:
         return array.tobytes()
-    mapping = mmap.mmap(-1, array.nbytes, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    mapping = _mapping(array.nbytes)
+    # All views of the copy refer to this array, so its end is the end of the copy.
+    owner: Any = np.frombuffer(mapping, np.uint8, array.nbytes)
+    weakref.finalize(owner, _keep_unused, mapping).atexit = False
+    np.copyto(owner.view(array.dtype).reshape(array.shape), array)
+    return memoryview(owner).toreadonly()
+
+
+_unused: deque[mmap.mmap] = deque(maxlen=KEPT_MAPPINGS)
+"""Mappings of copies that were freed, oldest first. Threads and finalizers use it without a lock."""
+
+
+def _mapping(nbytes: int) -> mmap.mmap:
+    """Return the newest unused mapping of `nbytes` to twice `nbytes` bytes, or a new mapping of `nbytes`."""
+    chosen, others = None, []
+    with contextlib.suppress(IndexError):
+        while chosen is None:
+            mapping = _unused.pop()
+            if nbytes <= len(mapping) <= 2 * nbytes:
+                chosen = mapping
+            else:
+                others.append(mapping)
+    _unused.extend(reversed(others))
+    if chosen is not None:
+        return chosen
+    made = mmap.mmap(-1, nbytes, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     # If Linux refuses huge pages, small pages work too.
     with contextlib.suppress(OSError):
-        mapping.madvise(mmap.MADV_HUGEPAGE)
-    np.copyto(np.frombuffer(mapping, array.dtype).reshape(array.shape), array)
-    return memoryview(mapping).toreadonly()
+        made.madvise(mmap.MADV_HUGEPAGE)
+    return made
+
+
+def _keep_unused(mapping: mmap.mmap) -> None:
+    """Keep the mapping of a freed copy. Linux takes its pages back when it needs memory."""
+    with contextlib.suppress(OSError):
+        mapping.madvise(mmap.MADV_FREE)
+        _unused.append(mapping)
 
 
 def check_tensors(where: str, tensors: object) -> Mapping[str, SampleTensor]:
