@@ -216,7 +216,7 @@ def _check_options(engine: EngineSpec, args: argparse.Namespace, rest: Sequence[
 
 
 def _own_words(args: argparse.Namespace) -> list[str]:
-    """Return those options in `args` that the rules of an engine may refuse, as words of a command line.
+    """Check numbers in `args`. Return those options that the rules of an engine may refuse, as words of a command line.
 
     Raises:
         ConfigError: a number of ranks or nodes is below 1, or the join deadline is not finite and above 0.

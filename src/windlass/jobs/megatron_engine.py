@@ -208,7 +208,7 @@ class MegatronEngine(TrainEngine):
         )
 
     def _stages(self) -> Sequence[int | None]:
-        """Return the virtual pipeline stages of this rank; only None without virtual stages."""
+        """Return the numbers of this rank's virtual pipeline stages, or one None if there are no virtual stages."""
         number = self._config.virtual_pipeline_model_parallel_size
         return [None] if number is None else range(number)
 

@@ -119,7 +119,7 @@ class Recipe(ABC):
     ) -> bool:
         """Return whether to train on the samples of a scored group. Runs in a thread.
 
-        A group that is not accepted is declined, and the step waits for another one. For DAPO's dynamic sampling return
+        A group that is not accepted is declined, and the step waits for another group. For DAPO's dynamic sampling return
         `rewards_differ(samples)`.
         """
         return True

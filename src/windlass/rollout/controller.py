@@ -445,7 +445,7 @@ class RolloutController:
         self._pool.add(worker)
 
     async def next_batch(self, num_groups: int, *, deadline_s: float) -> tuple[RolloutGroup, ...]:
-        """Deliver the next `num_groups` complete groups, in the order of their completion.
+        """Wait for the next `num_groups` complete groups, and deliver them in the order of their completion; see `take`.
 
         No delivered group is too old for the trainer, except with `OnStale.TRAIN`. Concurrent calls get their
         groups in the order of the calls.
@@ -486,7 +486,9 @@ class RolloutController:
         return self._life.peek(group_id)
 
     def take(self, group_ids: Iterable[int]) -> tuple[RolloutGroup, ...]:
-        """Deliver the complete groups with these ids, see `ready_ids`.
+        """Deliver the complete groups with these ids (see `ready_ids`), and return them in the same order.
+
+        The controller forgets a delivered group, except that the caller may still decline it. Its samples count as consumed.
 
         Raises:
             RolloutError: the journal cannot be written.

@@ -97,7 +97,7 @@ CONFIRMED: Codec[Confirmed] = Codec(Confirmed, "answer to a confirm")
 
 
 def held_in(samples: Iterable[TrainingSample]) -> dict[str, tuple[HeldTensor, str]]:
-    """Return key -> (place, task id of the sample) of all held tensors."""
+    """Return key -> (held tensor, task id of its sample), for all held tensors of these samples."""
     return {
         held.key: (held, sample.task_id) for sample in samples for held in held_of(sample.tensors)
     }

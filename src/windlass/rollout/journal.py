@@ -203,7 +203,7 @@ class PersistedState:
             )
 
     def _drop_broken_groups(self) -> None:
-        """Drop all rollouts of a group if fewer than its `min_samples` have not ended, because it cannot be delivered."""
+        """Drop the rollouts of each group that cannot be delivered: fewer than its `min_samples` rollouts are left."""
         for task in list(self.tasks.values()):
             submitted = task.submission
             if len(self._left(submitted)) < submitted.size.min_samples:

@@ -662,7 +662,10 @@ class Lifecycle:
             group.future.set_result(rollout)
 
     def _rollouts(self, group: Group) -> tuple[Rollout, ...]:
-        """End a complete group and return its results."""
+        """End all rollouts of a complete group, and count them as completed. Return their results, in the group's order.
+
+        Record the rollouts as delivered, so that the caller may decline them.
+        """
         rollouts = tuple([record.rollout() for record in group.records])
         for record in group.records:
             self._end(record)

@@ -262,7 +262,7 @@ class RolloutOutcome(msgspec.Struct, frozen=True, gc=False, kw_only=True, omit_d
         """Check that shared tokens exist, and that the whole turns are not much larger than a worker may send.
 
         Raises:
-            ProtocolError: they do not, or they are.
+            ProtocolError: shared tokens do not exist, or the whole turns are too large.
         """
         lengths: list[int] = []
         num_shared = 0

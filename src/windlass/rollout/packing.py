@@ -108,7 +108,7 @@ def pack(
 def divide(
     lengths: Sequence[int], max_tokens: int, *, num_ranks: int = 1, padded: bool = False
 ) -> list[list[int]]:
-    """Divide samples into micro-batches of at most `max_tokens` tokens. Return the indices of each one's samples.
+    """Divide samples into micro-batches of at most `max_tokens` tokens. Return, for each, the indices of its samples.
 
     A longer sample is a micro-batch of its own. The number of micro-batches is a multiple of `num_ranks`.
 

@@ -352,7 +352,10 @@ class RemoteWorker(Worker, Session[WriteTensors, TensorsWritten]):
                 self._work.set()
 
     def _next_batch(self) -> TaskBatch:
-        """Move queued tasks and all cancellations into a new batch, and keep the batch until it is reported received."""
+        """Move queued tasks, and all that waits to be sent beside tasks, into a new batch.
+
+        Keep the batch until the worker reports that it has received the batch.
+        """
         tasks: list[RolloutTask] = []
         num_tokens = 0
         while (
@@ -735,7 +738,7 @@ class WorkerPool:
         return self._absent.pop(name, {})
 
     def _stayed_away(self, name: str) -> None:
-        """Report the attempts of a worker as lost, because it has not connected to this controller process in time."""
+        """Report a worker's attempts and held tensors as lost, because it has not connected to this process in time."""
         keys = [AttemptKey(*item) for item in self._left_at(name).items()]
         grace_s = self._config.worker_grace_s
         self._on_lost(keys, f"worker {name}: not back {grace_s} s after a restart")

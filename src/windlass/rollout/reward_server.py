@@ -118,7 +118,10 @@ class RewardServer:
         return tuple([reward for batch in found for reward in batch])
 
     def _batches(self, sizes: Sequence[int]) -> list[tuple[int, int]]:
-        """Return [first, last) of each batch: within the limits, or one rollout alone."""
+        """Divide rollouts of these sizes into batches, and return [first, last) of each.
+
+        A batch keeps the limits on its number of rollouts and its bytes, or has only one rollout.
+        """
         batches, first, nbytes = [], 0, 0
         for number, size in enumerate(sizes):
             is_full = number - first >= self._config.batch_size

@@ -113,7 +113,7 @@ class _Growing:
         self.add(first)
 
     def add(self, turn: Turn) -> None:
-        """Append the tokens that the turn's prompt adds, and the tokens that the turn generated."""
+        """Append the tokens that the turn's prompt adds, and the tokens that it generated; take over its finish reason."""
         num_inserted = len(turn.prompt_ids) - len(self.complete)
         output = turn.output
         self._logprobs += [INSERTED_LOGPROB] * num_inserted + [*output.logprobs]

@@ -339,7 +339,7 @@ def _receive_exactly(line: socket.socket, nbytes: int, deadline: Deadline) -> by
     """Receive and return `nbytes` bytes.
 
     Raises:
-        OSError: the writer closed the connection before.
+        OSError: the writer closed the connection before it had sent all bytes.
         TransferFailed: the bytes did not arrive by the deadline.
     """
     data = bytearray(nbytes)

@@ -477,7 +477,7 @@ def _add_buffers(builder: ManifestBuilder, recompute: Recompute) -> list[int]:
 def _repack(
     name: str, holding: Holding, codes: Codes, numbers: ElementIds, factor: float
 ) -> tuple[Repack, Parts]:
-    """Return the repack of a parameter, and the boxes of the checkpoint tensors in its buffer.
+    """Return how an update fills a parameter from a buffer (`Repack`), and the boxes of the checkpoint tensors in the buffer.
 
     The buffer contains each element once, in checkpoint order.
 

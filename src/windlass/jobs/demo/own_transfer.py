@@ -158,7 +158,7 @@ async def sglang_disk(
     return paused
 
 
-async def _names(trainers: TrainController) -> list[tuple[str, list[int]]]:
+async def _names_and_shapes(trainers: TrainController) -> list[tuple[str, list[int]]]:
     """Return name and shape of each weight, in the order in which the trainers send them."""
     found = await trainers.call("shapes", None, deadline_s=DEADLINE_S)
     return msgspec.convert(found[0], list[tuple[str, list[int]]])
@@ -196,7 +196,7 @@ async def vllm_nccl(
     routes: Routes, trainers: TrainController, _folder: Path, version: int
 ) -> float:
     """Send the weights with vLLM's own transfer over NCCL, packed. For arguments and result see `Send`."""
-    names = await _names(trainers)
+    names = await _names_and_shapes(trainers)
     paused = time.monotonic()
     await routes.pause_vllm()
     await routes.post("/start_weight_update")
@@ -229,7 +229,7 @@ async def sglang_nccl(
     routes: Routes, trainers: TrainController, _folder: Path, version: int
 ) -> float:
     """Broadcast every tensor over NCCL to `/update_weights_from_distributed`. For arguments and result see `Send`."""
-    names = await _names(trainers)
+    names = await _names_and_shapes(trainers)
     paused = time.monotonic()
     await routes.post("/pause_generation", {"mode": str(routes.mode)})
     await asyncio.gather(

@@ -271,7 +271,7 @@ class DemoView:
         self._has_said_how_to_watch = False
 
     def show(self, controller: Controller) -> None:
-        """Show the events and updates since the last call."""
+        """Show the events and updates since the last call. The first call also prints how to watch the job."""
         recipe, rewards = self._recipe, self._recipe.rewards_by_step
         if not self._has_said_how_to_watch:
             self.console.print(

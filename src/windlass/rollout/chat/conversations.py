@@ -89,7 +89,7 @@ class Conversations:
     async def text_prompt(self, text: str) -> Prompt:
         """Return the prompt of a text.
 
-        If the text begins with an earlier prompt and its answer, the prompt continues the longest one of these.
+        If the text begins with an earlier prompt and its answer, the prompt continues the longest such beginning.
         """
         found = [known for known in self._texts if text.startswith(known[0])]
         begin, ids = max(found, key=lambda known: len(known[0]), default=("", ()))
@@ -150,7 +150,7 @@ class Conversations:
     def _after_any(
         self, known: _Answered, messages: tuple[Message, ...], whole: str, template: Template
     ) -> str:
-        """Return the text after an answer, if the template renders the prompt as before and all parts of the answer.
+        """Return the text after an answer, if `whole` contains the rendered prompt and all parts of the answer unchanged.
 
         Return "" if it does not. Some templates render the last answer of a conversation in a special way, so
         `_after_last` finds no text. Conversations that differ only in one answer have the same text after this answer.
@@ -202,7 +202,7 @@ def _common_begin(one: str, other: str) -> str:
 
 
 def _common_end(one: str, other: str) -> str:
-    """Return the longest common end of two texts; "" for equal texts: the template then renders no answers."""
+    """Return the longest common end of two texts; "" for equal texts, because the template then leaves answers out."""
     return "" if one == other else _common_begin(one[::-1], other[::-1])[::-1]
 
 

@@ -167,7 +167,7 @@ def split_reasoning(text: str) -> tuple[str, str]:
     """Divide a text at `</think>`, and return the reasoning and the rest.
 
     `<think>` may be missing, because a chat template may have written it into the prompt. With `<think>` alone, the whole
-    text is reasoning. With neither tag, none of it is.
+    text is reasoning. A text without both tags has no reasoning.
     """
     before, mark, after = text.partition("</think>")
     if mark:
