@@ -243,8 +243,16 @@ class Coordinator:
         - The backend cannot use the binding any more (`Backend.is_spent`): bind again and repeat it, at most
           `ControlConfig.max_rewrites` times.
 
-        Trainers keep their weights unchanged during all attempts. For arguments and errors see `_attempt`.
+        Trainers keep their weights unchanged during all attempts. For arguments see `_publish`.
+
+        Raises:
+            RoundAborted: the ranks announced different versions, or the version is stale.
+            WindlassError: see `_attempt`.
         """
+        check_same_version(announced)
+        # Later attempts skip this check, because an earlier attempt may have reserved the version.
+        if refusal := self.run.refusal(version):
+            raise RoundAborted(refusal)
         report = await self._attempt(announced, version, copied)
         for _ in range(MAX_ATTEMPTS_WITHOUT_ENGINES):
             bound = self.connector.binding
@@ -256,8 +264,7 @@ class Coordinator:
             ):
                 break
             _log.warning("version %s: waiting for an engine: %s", version, report.reason)
-            # The failed attempt may have reserved the version already.
-            report = await self._attempt(announced, version, copied, is_again=True)
+            report = await self._attempt(announced, version, copied)
         for _ in range(self.config.max_rewrites):
             has_ended = report.outcome is RoundOutcome.PUBLISHED or Phase.PUBLISH in report.phase_s
             # With `unchanged` > 0 the bytes equal the previous version. Another attempt would be refused again.
@@ -269,25 +276,14 @@ class Coordinator:
         return report
 
     async def _attempt(
-        self,
-        announced: tuple[PendingPublish, ...],
-        version: int,
-        copied: asyncio.Event | None,
-        *,
-        is_again: bool = False,
+        self, announced: tuple[PendingPublish, ...], version: int, copied: asyncio.Event | None
     ) -> UpdateReport:
         """Run one round that publishes a version, after binding the fleet if ranks have changed. For arguments see `_publish`.
 
-        `is_again` says that an earlier attempt may have reserved the version, which then does not count as stale.
-
         Raises:
-            RoundAborted: the ranks announced different versions, the version is stale, trainer ranks came or went
-                since the announcements, or the journal cannot be written.
+            RoundAborted: trainer ranks came or went since the announcements, or the journal cannot be written.
             WindlassError: too few engines are connected, or the fleet cannot be bound.
         """
-        check_same_version(announced)
-        if not is_again and (refusal := self.run.refusal(version)):
-            raise RoundAborted(refusal)
         binding = await self.connector.until_enough()
         check_same_ranks(announced, binding)
         costs = self.connector.pop_costs()

@@ -67,7 +67,6 @@ class RoundDriver:
         clock: Callable[[], float],
         on_phase: Callable[[Phase], None],
     ) -> None:
-
         self.machine = RoundMachine(spec)
         self.spec, self.binding = spec, binding
         self.round_id = round_id

@@ -539,8 +539,8 @@ class RoundMachine:
         pairs = [(source, name) for source, names in sorted(missing.items()) for name in names]
         links, error = ", ".join(f"{s} -> {d}" for s, d in pairs), self._links.why(pairs)
         why = f"{', '.join(sorted(gone))} has disconnected" if gone else "after every rewrite"
-        reason = f"links failed or had wrong digests, {why}: {links}" + (
-            f": {error}" if error else ""
+        reason = ": ".join(
+            filter(None, (f"links failed or had wrong digests, {why}", links, error))
         )
         incomplete = {self.engines.of[d] for names in missing.values() for d in names}
         if self._config.mode is UpdateMode.STAGED and len(incomplete) == len(self.engines.active):

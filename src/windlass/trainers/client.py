@@ -179,26 +179,17 @@ class TrainerClient(Closing):
             report = self._background.submit(until_over)
         pending = PendingUpdate(version, report)
         if copied is not None and replica is not None:
-            self._await_copy(pending, copied, deadline_s)
-            if wait:
+            pending.when_done(copied.set)
+            if not (in_time := copied.wait(deadline_s + MARGIN_S)):
+                # Wait for the end of a running copy, which still reads the weights.
+                self._sender.end_version()
+            if not in_time or pending.done():
+                pending.result(deadline_s=MARGIN_S)
+            elif wait:
                 pending.result(deadline_s=deadline_s + MARGIN_S)
             pending.copy = replica.times
         pending.stood_s = time.perf_counter() - began
         return pending
-
-    def _await_copy(
-        self, pending: PendingUpdate, copied: threading.Event, deadline_s: float
-    ) -> None:
-        """Wait until the weights have been copied or the round has ended. Raise the round's error if it has failed by then.
-
-        Raise PeerTimeout if neither happens in time.
-        """
-        pending.when_done(copied.set)
-        if not (in_time := copied.wait(deadline_s + MARGIN_S)):
-            # Wait for the end of a running copy, which still reads the weights.
-            self._sender.end_version()
-        if not in_time or pending.done():
-            pending.result(deadline_s=MARGIN_S)
 
     def prepare_publish(self, version: int) -> None:
         """Prepare this rank to send its current weights in a round that the controller's process begins.
@@ -281,14 +272,13 @@ class TrainerClient(Closing):
             report = until_over()
             if report.compared:
                 self._channel.run_later(self._agent.held.after_update)
-            if report.outcome is not RoundOutcome.PUBLISHED:
-                raise RoundAborted(f"version {version} was not published: {report.reason}")
+            if report.outcome is RoundOutcome.PUBLISHED:
+                return report
+            raise RoundAborted(f"version {version} was not published: {report.reason}")
         except WindlassError as error:
             # Log the error, because the caller may never ask for the result.
             _log.warning("version %s: %s: %s", version, type(error).__name__, error)
             raise
-        else:
-            return report
         finally:
             if copied is not None and not copied.is_set():
                 self._sender.end_version()

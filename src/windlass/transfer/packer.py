@@ -223,13 +223,6 @@ class Packer:
         """
         self.memory.settle(OWN_WORK_S)
         yield from self._direct(program, peer)
-        pack = self._in_turns(program)
-        for turn, parts in enumerate(pack.turns):
-            pack.pack(turn, OWN_WORK_S)
-            yield from _packed_batches(program, peer, parts)
-
-    def _in_turns(self, program: LinkProgram) -> LinkPack:
-        """Return the prepared copies of a link that is packed in turns into the two halves of the arena."""
         key = program.peer, -1
         if key not in self._packs:
             nbytes = self.slot.nbytes // 2 & -ALIGNMENT
@@ -240,7 +233,10 @@ class Packer:
                 # link only when it is written again.
                 places = (range(start, start + self.slot.nbytes),)
             self._packs[key] = self.memory.pack_link(program, self._sources, places)
-        return self._packs[key]
+        pack = self._packs[key]
+        for turn, parts in enumerate(pack.turns):
+            pack.pack(turn, OWN_WORK_S)
+            yield from _packed_batches(program, peer, parts)
 
     def _least(self, program: LinkProgram) -> int:
         return aligned(self.memory.least_pack_nbytes(program))

@@ -316,16 +316,22 @@ class Sender:
         """Write the links to `destinations` over the transport; see `write`."""
         pack_s, self._pack_s = self._pack_s, 0.0
         register_s, self._register_s = self._register_s, 0.0
-        lost = self._pack_again(name for name in destinations if name in self._sent)
+        outcomes = self._pack_again(name for name in destinations if name in self._sent)
         self._sent.update(destinations)
-        ready = {
-            name: self._copied(name) if name in self.links.copy_of else self._ready.get(name)
-            for name in destinations
-            if name not in lost
+        ready = {name: self._ready_batches(name) for name in destinations if name not in outcomes}
+        began, arena = time.perf_counter(), self.packer.slot.arena
+        writes = {
+            name: submit(self._pool, self._write_batches, batches, deadline)
+            for name, batches in ready.items()
+            if batches is not None
         }
-        packed = {name: link for name, link in ready.items() if link is not None}
-        outcomes, wire_s = self._write_ready(packed, deadline)
-        outcomes |= lost
+        wait(writes.values())
+        wire_s = time.perf_counter() - began
+        for name, written in writes.items():
+            if (error := written.exception()) is None:
+                outcomes[name] = self._succeeded(name, written.result())
+            else:
+                outcomes[name] = self.failed(name, error, arena)
         for name in destinations:
             if name not in outcomes:
                 outcomes[name], link_wire_s, link_pack_s = self._stream(name, deadline)
@@ -350,17 +356,15 @@ class Sender:
         self._ready[peer] = self.packer.batches_of(self.links.peers[peer], program, packed.pack)
         return packed.digest, after
 
-    def _copied(self, name: str) -> tuple[WriteBatch, ...] | None:
-        """Return the writes of a packed link to a further member of a relay group.
+    def _ready_batches(self, name: str) -> tuple[WriteBatch, ...] | None:
+        """Return the writes of a link that is packed as a whole; None if it is not.
 
-        Return None if the planned link is not packed as a whole.
-
-        The planned link to the first member (`links.copy_of`) has the same packed bytes and digest. Only the addresses
-        at the destination differ.
+        A link to a further member of a relay group has the packed bytes and the digest of the planned link to the first
+        member (`links.copy_of`). Only the addresses at the destination differ.
         """
-        packed = self._packed.get(self.links.copy_of[name])
-        if packed is None:
-            return None
+        packed = self._packed.get(self.links.copy_of.get(name, name))
+        if packed is None or name not in self.links.copy_of:
+            return self._ready.get(name)
         program, peer = self.links.programs[name], self.links.peers[name]
         return self.packer.batches_of(peer, program, packed.pack)
 
@@ -382,29 +386,6 @@ class Sender:
                 reason = "the weights have changed since this version was prepared"
                 lost[name] = failed_link(name, reason)
         return lost
-
-    def _write_ready(
-        self, ready: Mapping[str, tuple[WriteBatch, ...]], deadline: Deadline
-    ) -> tuple[dict[str, LinkOutcome], float]:
-        """Write packed links at the same time.
-
-        Returns:
-            Destination -> outcome, and the seconds from the start of the first write to the end of the last write.
-        """
-        began, arena = time.perf_counter(), self.packer.slot.arena
-        writes = {
-            name: submit(self._pool, self._write_batches, batches, deadline)
-            for name, batches in ready.items()
-        }
-        wait(writes.values())
-        wire_s = time.perf_counter() - began
-        outcomes = {
-            name: self._succeeded(name, written.result())
-            if (error := written.exception()) is None
-            else self.failed(name, error, arena)
-            for name, written in writes.items()
-        }
-        return outcomes, wire_s
 
     def _stream(self, name: str, deadline: Deadline) -> tuple[LinkOutcome, float, float]:
         """Write a link through the two halves of the arena: pack one half while the other half is written.
