@@ -82,7 +82,7 @@ class Controller:
         self.coordinator = Coordinator(config, journal_path=journal_path)
         self.batches = BatchQueue(lambda: self.coordinator.fleet.num_trainer_ranks)
         self.coordinator.on_update(self._note_update)
-        self.coordinator.catch_ups.stands_still_if(lambda: self.batches.all_wait)
+        self.coordinator.catch_ups.add_standstill_check(lambda: self.batches.all_wait)
         self.batches.on_wait(self.coordinator.catch_ups.serve_again)
         policy = staleness or StalenessPolicy.unbounded(DEFAULT_CONCURRENCY)
         self.rollouts = RolloutController(

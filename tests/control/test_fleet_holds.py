@@ -96,7 +96,7 @@ def test_only_participants_settle_the_writes_of_an_earlier_controller(
     fleet = Fleet()
     target = admit(fleet, "a", 0, 1, Role.ENGINE, epoch=2)
     writer = admit(fleet, "evil", 0, 1, Role.ENGINE, epoch=epoch_of_writer)
-    fleet.bound_since(5)
+    fleet.note_first_epoch(5)
     assert fleet.settle(writer.identity, RoundId(3, 7), 7, UNKNOWN) is quarantined
     assert not fleet.settle(writer.identity, RoundId(0, 0), 7, UNKNOWN)
     assert (target.identity in fleet.quarantined) is quarantined
@@ -105,7 +105,7 @@ def test_only_participants_settle_the_writes_of_an_earlier_controller(
 def test_the_number_of_absent_quarantined_engines_is_bounded() -> None:
     fleet = Fleet()
     writer = admit(fleet, "trainer", 0, 1, Role.TRAINER, epoch=3)
-    fleet.bound_since(5)
+    fleet.note_first_epoch(5)
     for start in range(0, 2 * MAX_QUARANTINED, 1024):
         links = (
             LinkOutcome(f"x{number}/0", LinkStatus.UNKNOWN, 0, "")

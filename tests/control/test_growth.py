@@ -117,7 +117,7 @@ async def come_and_go(rig: Rig, number: int) -> None:
         assert name not in rig.routable
     if isinstance(engine, Late):
         late = EnginesUnbound({}, {f"{name}/0": "late"}, "")
-        await rig.coordinator.connector.part_with(late)
+        await rig.coordinator.connector.exclude_unbound(late)
     await rig.leave(engine, ended=bool(number % 2))
     # The engine returns as another process.
     if what == 5:

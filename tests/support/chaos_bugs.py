@@ -166,7 +166,7 @@ BUGS = (
     Bug(
         "a lost write holds its engines for ever",
         CatchUps,
-        "settle_soon",
+        "bring_up_soon",
         "self._tasks.spawn(self._members.probe_held())",
         "pass",
         6,
@@ -331,7 +331,7 @@ INTRUDER_BUGS = (
     Bug(
         "one that never binds is asked for ever",
         Connector,
-        "part_with",
+        "exclude_unbound",
         "if session.agent.num_late > MAX_LATE:",
         "if False:",
         100375,

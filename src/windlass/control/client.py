@@ -236,7 +236,7 @@ class TrainerChannel(AgentChannel):
             self._fail(PeerUnreachable(what))
 
     def _fail(self, error: BaseException | None) -> None:
-        """Set an error in the future of the newest announcement, unless its report has arrived."""
+        """Set `error` in the future of the newest announcement, so that its caller fails, unless its report has arrived."""
         with self._lock:
             if self.announced is not None and not self.announced.report.done():
                 self.announced.report.set_exception(error)

@@ -101,10 +101,11 @@ class Connector:
         )
 
     async def bind_ahead(self) -> None:
-        """Bind the fleet now if its ranks have changed, so that the next round need not do this.
+        """Bind the fleet now if its ranks have changed, so that the next round need not do this; see `ensure_bound`.
 
         Do nothing if not all trainer ranks are connected, or if no engine is writable. If the binding fails, only log the
-        error: the next round binds again.
+        error: the next round binds again. If the reason is the plan or the configuration, also store it in
+        `Members.unbindable`, so that callers of `wait_for_version` fail.
         """
         trainers = self._fleet.trainers()
         if trainers is None or not trainers.complete or not self._fleet.writable_engines():
@@ -121,8 +122,9 @@ class Connector:
     async def ensure_bound(self) -> Binding:
         """Return a binding of the trainers and of all writable engines.
 
-        If ranks have changed since the last binding, bind them first. Engines that do not bind are refused, or excluded
-        until they answer a probe (`part_with`). The other engines are then bound without them.
+        If ranks have changed since the last binding, bind them first, and store the new binding in `binding` and its costs
+        for `pop_costs`. Engines that do not bind are refused, or excluded
+        until they answer a probe (`exclude_unbound`). The other engines are then bound without them.
 
         Raises:
             PeerUnreachable: no complete trainer job is connected, or no engine is writable (any more).
@@ -142,7 +144,7 @@ class Connector:
             self.binding = await self._bind(trainers, engines, self._planner, held)
         except EnginesUnbound as error:
             self.binding = error.kept
-            await self.part_with(error)
+            await self.exclude_unbound(error)
             return await self.ensure_bound()
         self._costs |= self.binding.costs
         return self.binding
@@ -157,7 +159,7 @@ class Connector:
 
         Raises:
             EnginesUnbound: a rank of the newcomer did not bind. Late ranks take part in no round until they answer a
-                probe; see `part_with`.
+                probe; see `exclude_unbound`.
             WindlassError: see `FleetBinder.bind`.
         """
         # An engine rank can be bound to only one plan at a time.
@@ -167,7 +169,7 @@ class Connector:
             return await self._bind(donor, (newcomer,), planner)
         except EnginesUnbound as error:
             # Do not refuse the engine, because it may still be able to bind the trainers' plan. Only exclude its late ranks.
-            await self.part_with(EnginesUnbound({}, error.late))
+            await self.exclude_unbound(EnginesUnbound({}, error.late))
             raise
 
     async def _bind(
@@ -177,7 +179,11 @@ class Connector:
         planner: Planner,
         held: Binding | None = None,
     ) -> Binding:
-        """Make sources and engines bind a plan, in a new epoch.
+        """Make sources and engines bind a plan, in a new epoch, and return the binding. `binding` does not change.
+
+        Clear `Members.unbindable`. While the ranks bind, `binds` contains the names of the engines. Wake the coroutines
+        that wait for changes at the beginning and at the end. Log the tensors that engines keep and trainer tensors that
+        no engine has.
 
         Args:
             sources: trainers; in a catch-up, the donor.
@@ -191,7 +197,7 @@ class Connector:
         known, unused = self._unused
         round_id = self._run.new_epoch()
         self._run.has_bound, self._members.unbindable = True, ""
-        self._fleet.bound_since(round_id.epoch)
+        self._fleet.note_first_epoch(round_id.epoch)
         binder = FleetBinder(
             trainers=sources,
             engines=engines,
@@ -219,7 +225,7 @@ class Connector:
             self._unused = sources.identities, binding.unused
         return binding
 
-    async def part_with(self, unbound: EnginesUnbound) -> None:
+    async def exclude_unbound(self, unbound: EnginesUnbound) -> None:
         """Exclude the engines that did not bind, so that the others can be bound without them.
 
         Engines in `unbound.refusals` are refused and disconnected. Ranks in `unbound.late` did not answer in time: their
@@ -249,7 +255,7 @@ class Connector:
     # --- costs of connecting, and figures of links ---------------------------------------------
 
     def pop_costs(self) -> dict[str, BindCost]:
-        """Return rank -> bind cost, for ranks that were bound since the previous call of this method."""
+        """Return rank -> bind cost, for ranks that were bound since the previous call. The next call omits these ranks."""
         costs, self._costs = self._costs, {}
         return costs
 

@@ -106,7 +106,7 @@ class Coordinator:
             gave_up=self._gave_up,
             replied=self._replied,
             lost=self._lost,
-            settle=lambda: self.catch_ups.settle_soon(),  # noqa: PLW0108 - set below
+            bring_up=lambda: self.catch_ups.bring_up_soon(),  # noqa: PLW0108 - set below
             in_round=lambda: self.in_round,
         )
         self.members = members = Members(run, changes, tasks, config, events)
@@ -298,7 +298,7 @@ class Coordinator:
         )
 
     def end_update(self, report: UpdateReport) -> None:
-        """Store the report of an update that has ended, and call the listeners of `on_update` with it.
+        """Store the report of an update that has ended, wake coroutines that wait for changes, and call the listeners.
 
         If the update left out engines, also start a task that brings them up to the published version.
         """
@@ -307,19 +307,24 @@ class Coordinator:
         self.changes.notify()
         tell(self._update_listeners, report)
         if report.left_out:
-            self.catch_ups.settle_soon()
+            self.catch_ups.bring_up_soon()
 
     # --- agents that answer and agents that go -----------------------------------------------
 
     def _replied(self, session: AgentSession, reply: Reply[Result]) -> None:
-        """Handle an agent's answer to a command: pass it to `resume_retries` and to the running round."""
-        if self.resume_retries.heard(session.agent, reply):
+        """Pass an agent's answer to `resume_retries` and to the running round.
+
+        If the answer shows that the rank has begun or stopped to generate, wake the coroutines that wait for changes.
+        """
+        if self.resume_retries.on_reply(session.agent, reply):
             self.changes.notify()
         if self.rounds.driver is not None:
             self.rounds.driver.on_reply(session, reply)
 
     def _lost(self, agent: Agent, reason: str, *, ended: bool) -> None:
-        """Handle the loss of an agent's connection: drop its requests and retries, and notify the running round.
+        """Drop the publish request and the repeated commands of an agent that has lost its connection.
+
+        Also reset the attempts to bring its engine up, and queue an `AgentLost` event for the running round.
 
         `ended` says whether the agent's process, not the controller, closed the connection.
         """

@@ -209,6 +209,11 @@ class EngineAgent:
         return result
 
     def _carry_out(self, command: EngineCommand) -> Result:
+        """Carry out a command by calls of the hooks, the sleeper or the backend's half; return the answer.
+
+        The caller holds the agent's lock. Record whether live weights may now change (`_open_to_writes`), and the reason
+        if the engine does not generate after the command.
+        """
         match command:
             case ConnectEngine():
                 return self._connect(command)
@@ -247,6 +252,11 @@ class EngineAgent:
         return Done(not_resumed=self._not_resumed)
 
     def _connect(self, command: ConnectEngine) -> Bound:
+        """Wait for late bytes, bind the rank's part of a plan with the command's backend, and return the addresses.
+
+        Store the mode of the update and the digests of the tensors that the engine keeps. If the backend differs from the
+        present backend, close the present receiver first.
+        """
         self._mode = command.mode
         self._fence()
         if command.kept and self._is_empty:
@@ -325,6 +335,11 @@ class EngineAgent:
                 raise PeerUnreachable(f"the engine did not resume: {self._not_resumed}")
 
     def _choose(self, backend: UpdateBackend) -> None:
+        """Let `backend` receive the bytes of the next rounds. If it differs from the present one, close its receiver.
+
+        Raises:
+            ProtocolError: see `_choose_driven`.
+        """
         self._require_reached(backend)
         if backend != self._backend:
             self._receiver.close()
@@ -358,6 +373,7 @@ class EngineAgent:
             )
 
     def _publish(self, version: int, deadline_s: float) -> None:
+        """Record that this rank serves `version` and that its weights are whole; then stamp the version and resume."""
         self.served_version, self._is_stamped = version, False
         self._mixed_weights = self._open_to_writes = False
         self._end_round(deadline_s)
@@ -372,6 +388,10 @@ class EngineAgent:
         self._may_be_written = False
 
     def _abort(self, deadline_s: float, *, mixed_weights: bool) -> None:
+        """End a round that did not publish. Resume the engine with its old weights, unless its weights are mixed.
+
+        Late bytes may still arrive, so the next binding first waits for them (`_fence`).
+        """
         self._may_be_written = True
         self._mixed_weights |= mixed_weights
         self._open_to_writes = False

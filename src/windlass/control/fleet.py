@@ -240,12 +240,13 @@ class Fleet:
         self._update_state_of(agent)
 
     def _update_state_of(self, agent: Agent) -> None:
+        """Update the state of a rank's engine; do nothing for a rank that is not connected any more."""
         group = self._groups.get(agent.hello.group)
         if group is not None:
             self._update_state(group)
 
     def _update_state(self, engine: Group) -> None:
-        """Update the state of an engine after a change of the published version or of one of its agents."""
+        """Move an engine to the state that follows from the published version and from its ranks. Skip trainers."""
         if engine.role is Role.ENGINE:
             engine.move(*self._next_state(engine, engine.status, engine.reason))
 
@@ -300,7 +301,10 @@ class Fleet:
         return self._agents.get(worker)
 
     def admit(self, hello: Hello) -> Agent:
-        """Check the Hello of a rank, and add the rank to its group.
+        """Check the Hello of a rank, add the rank to its group, and update the state of its engine.
+
+        Quarantines and holds of earlier processes with the rank's name end. The first rank of a new trainer job replaces
+        the previous job (`replace_job`).
 
         Raises:
             ManifestError: see `check`.
@@ -409,10 +413,13 @@ class Fleet:
             )
 
     def _insert(self, hello: Hello, manifest: ShardManifest) -> Agent:
-        """Add an admitted rank to its group, and return the rank.
+        """Add a rank, whose Hello `admit` has checked, to its group and to the fleet; return the rank.
 
-        End the quarantines and holds of earlier processes with the rank's name: these processes have ended, because a new
-        process has their name.
+        - Set the group's version to the lowest version of its ranks, and update the state of its engine.
+        - Record the rank's endpoints, so that no other rank may connect with one of them.
+        - End the quarantines and holds of earlier processes with the rank's name: these processes have ended, because a
+          new process has their name. Quarantine the rank itself if its name is in `quarantine_on_return`.
+        - For a trainer rank, set `job`. If the job is new, refuse the ranks of the previous job from now on.
         """
         group = self._groups.setdefault(
             hello.group, Group(hello.group, hello.role, hello.world_size, {})
@@ -456,7 +463,11 @@ class Fleet:
         self._num_trainers = hello.world_size
 
     def remove(self, agent: Agent) -> Group:
-        """Remove a rank from its group; return the group. Remove the group too if no rank of it is connected any more."""
+        """Remove a rank from its group, so that its endpoints are free again; return the group.
+
+        If other ranks of the group are connected, update the state of their engine. Otherwise remove the group too, and
+        set its state to `GONE`.
+        """
         hello = agent.hello
         group = self._groups[hello.group]
         if group.agents.pop(hello.rank, None) is not None:
@@ -517,7 +528,10 @@ class Fleet:
         )
 
     def quarantine(self, engines: Iterable[Identity]) -> None:
-        """Quarantine these engine processes, so that no round writes to them. Update the states of their engines."""
+        """Quarantine these engine processes, so that no round writes to them. Update the states of all engines.
+
+        Processes that are not connected count too. Above `MAX_QUARANTINED` processes, the oldest are dropped.
+        """
         self._quarantine(engines)
         for group in self._groups.values():
             for agent in group.agents.values():
@@ -525,6 +539,7 @@ class Fleet:
             self._update_state(group)
 
     def _quarantine(self, engines: Iterable[Identity]) -> None:
+        """Add processes to the record of quarantined processes. Change no connected rank and no state."""
         self._quarantined |= dict.fromkeys(engines)
         while len(self._quarantined) > MAX_QUARANTINED:
             del self._quarantined[next(iter(self._quarantined))]
@@ -552,7 +567,7 @@ class Fleet:
         return {trainer: hold.round_id for trainer, hold in self.holds.items()}
 
     def settle(self, trainer: Identity, round_id: RoundId, seq: int, result: Result) -> bool:
-        """Process an answer that arrived after the round of its command, if it concerns a hold.
+        """End a hold if this late answer shows that the write of the hold has ended. A late answer follows its round's end.
 
         The answer to the write command of a hold ends the hold. If it reports a link with an unknown outcome, the link's
         engine is quarantined, as during the round. The answer to a probe also ends the hold: agents answer in order, so
@@ -581,16 +596,16 @@ class Fleet:
         del self.holds[trainer]
         return True
 
-    def bound_since(self, epoch: int) -> None:
-        """Record the epoch of the first bind command. For `settle`, answers with a lower epoch are for another controller.
+    def note_first_epoch(self, epoch: int) -> None:
+        """Store `epoch`, the epoch of this controller's first bind command. Later calls do nothing.
 
-        Later calls do nothing.
+        `settle` takes an answer with a lower epoch as an answer to an earlier controller.
         """
         if self._first_epoch is None:
             self._first_epoch = epoch
 
     def _settle_for_predecessor(self, source: Identity, round_id: RoundId, result: Result) -> bool:
-        """Process an answer to a write command of an earlier controller: quarantine ranks that the write may still reach.
+        """Quarantine the ranks that a write may still reach, as an answer to an earlier controller's command reports them.
 
         A rank that is not connected is quarantined when it connects again. A process with epoch 0 in its Hello has got
         no command of an earlier controller, so it takes no part in such a write.
@@ -711,7 +726,13 @@ class Fleet:
         lineage: str,
         late: Iterable[Replied],
     ) -> None:
-        """Record the outcome of a round: new versions and states of its engines, quarantines, and holds.
+        """Store the outcome of a round in the fleet.
+
+        - Engines that published get the new version, and their counts of late bindings become 0.
+        - Every engine gets the state that follows from its outcome. Engines with an unknown write are quarantined.
+        - Each source that has not answered a write command gets a hold on the engines that its bytes may still reach.
+
+        An engine whose processes were replaced during the round is left as it is, because the new processes took no part.
 
         Args:
             finish: outcome of the round.

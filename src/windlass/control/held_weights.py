@@ -67,7 +67,10 @@ class HeldWeights:
         return self._replicated.read
 
     def hold(self, version: int) -> None:
-        """Record that the trainer publishes `version`, and keeps its weights unchanged from now until `release`."""
+        """Record that the trainer publishes `version`, and keeps its weights unchanged from now until `release`.
+
+        Forget the changes that were recorded for the version before.
+        """
         self._version = version
         with self._noting:
             self._is_released = self._is_watched = False
@@ -95,7 +98,9 @@ class HeldWeights:
         self._is_released = True
 
     def check_version(self, version: int) -> None:
-        """Check that this rank can still send `version`: its weights, or the replica, have not changed.
+        """Check that this rank can still send `version`: its weights have not changed, or the replica has a copy of them.
+
+        If the trainer has released an unchanged version, begin this version in the replica again.
 
         The check also covers a version that was published before. The controller requests this version again if no
         engine serves it any more, and the trainer may have changed its weights after the first round.
@@ -136,6 +141,9 @@ class HeldWeights:
 
     def examine(self, command: Prepare) -> Prepared | Done:
         """Compute the digests for the comparison of trainer ranks, and look for NaN and infinity, as `command` demands.
+
+        Store the digests, which a repeated `command` gets again, and the names of parameters with NaN or infinity, which
+        `checked` adds to the answer.
 
         Returns:
             Answer to `Prepare`: `Prepared` with the digests, or `Done` if this round compares nothing.
@@ -209,7 +217,7 @@ class HeldWeights:
         )
         return msgspec.structs.replace(sent, links=links)
 
-    def after_update(self) -> None:
+    def prepare_next_comparison(self) -> None:
         """Prepare the comparison of the next update now, so that the next update need not wait for this work."""
         try:
             self._replicated.cut_ahead()

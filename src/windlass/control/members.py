@@ -79,7 +79,7 @@ class MemberEvents:
         gave_up: called when a trainer rank withdraws its announcement.
         replied: called with an agent's answer to a command.
         lost: called when an agent has lost its connection.
-        settle: called when the fleet may need a new binding, or engines may be behind the published version.
+        bring_up: called when the fleet may need a new binding, or engines may be behind the published version.
         in_round: returns whether a round runs.
     """
 
@@ -87,7 +87,7 @@ class MemberEvents:
     gave_up: Callable[[AgentSession, Withdraw], None]
     replied: Callable[[AgentSession, Reply[Result]], None]
     lost: AgentLostListener
-    settle: Callable[[], None]
+    bring_up: Callable[[], None]
     in_round: Callable[[], bool]
 
 
@@ -212,7 +212,11 @@ class Members:
     async def admit(
         self, first: AgentFrame, socket: web.WebSocketResponse
     ) -> tuple[AgentSession, Welcome] | None:
-        """Admit the agent that sent `first` over the connection `socket`: add its rank to the fleet.
+        """Admit the agent that sent `first` over the connection `socket`: add its rank to the fleet and its session here.
+
+        An earlier connection of the same process is closed, and a new trainer job disconnects the ranks of the job before.
+        The records of refusals of this rank and its engine are removed, and so is `unbindable`. If an engine rank is
+        refused for good, the reason is recorded, and callers that wait for this engine fail.
 
         Returns:
             The agent's session, and the answer to the agent; None if `first` is `CannotJoin`, which only reports why
@@ -242,6 +246,7 @@ class Members:
         return session, Welcome(self._run.round_id.epoch, self._run.lineage)
 
     def _failed_to_join(self, frame: CannotJoin) -> None:
+        """Log and record why an engine cannot join, so that callers that wait for this engine fail."""
         reason = frame.message[:MAX_REASON_LENGTH]
         if self.refusals.get(frame.group) != (frame.group, reason):
             _log.error("engine %s cannot join: %s", frame.group, reason)
@@ -251,6 +256,10 @@ class Members:
             self._note_refusal(frame.group, frame.group, reason)
 
     async def _admit(self, hello: Hello, socket: web.WebSocketResponse) -> AgentSession:
+        """Disconnect the agents that this agent replaces, add it to the fleet, and return its new session.
+
+        The epoch and the published version of the run may rise to the values in the Hello (`Run.note_joined`).
+        """
         self._run.check_past(hello)
         check_published(hello, host_of(socket))
         old = self.sessions.get(hello.worker)
@@ -295,6 +304,7 @@ class Members:
             await self._send_away(rivals.workers, reason)
 
     def _keeps_place(self, job: Group) -> bool:
+        """Return whether a new trainer job must wait for this job: it may still write, or it is complete in this run."""
         of_this_run = job.identities <= self._fleet.published_by or all(
             agent.hello.lineage in {"", self._run.lineage} for agent in job.agents.values()
         )
@@ -304,8 +314,8 @@ class Members:
     async def admitted(self, session: AgentSession) -> None:
         """Log how much memory an admitted agent has registered, and notify the coroutines that wait for agents.
 
-        Also call `MemberEvents.settle`, which starts to bring up engines, if all ranks of the agent's group are now
-        connected, or if a source has not answered a write.
+        Also call `MemberEvents.bring_up` if all ranks of the agent's group are now connected, or if a source has not
+        answered a write. It starts a task that brings up engines.
         """
         hello = session.agent.hello
         if hello.registered.num_regions:
@@ -317,7 +327,7 @@ class Members:
         self._changes.notify()
         group = self._fleet.group_of(hello.group)
         if self._fleet.held or (group is not None and group.complete):
-            self._events.settle()
+            self._events.bring_up()
 
     # --- frames of agents --------------------------------------------------------------------
 
@@ -339,16 +349,21 @@ class Members:
                 raise Garbled(f"{session.peer}: Hello may be sent only once")
 
     def _on_reply(self, session: AgentSession, reply: Reply[Result]) -> None:
+        """Give an agent's answer to the call that waits for it, to the running round, and to the fleet.
+
+        If the answer ends a silence or a hold, store new quarantines in the journal, wake the coroutines that wait for
+        changes, and start to bring up engines: a round may write to more engines now.
+        """
         session.on_reply(reply.call_id, reply.result)
         self._events.replied(session, reply)
         if reply.seq == PROBE_SEQ and session.agent.silent:
             self._fleet.note_silent(session.agent, "")
             self._changes.notify()
-            self._events.settle()
+            self._events.bring_up()
         if self._fleet.settle(session.agent.identity, reply.round_id, reply.seq, reply.result):
             self._run.record_quarantine()
             self._changes.notify()
-            self._events.settle()
+            self._events.bring_up()
 
     async def report_to(self, trainer: Identity, report: UpdateReport) -> None:
         """Send the report of an update to the trainer process that announced it, if this process is connected."""
@@ -380,7 +395,8 @@ class Members:
     async def lost(self, session: AgentSession, reason: str, *, ended: bool = False) -> None:
         """Remove a connection, and its agent from the fleet.
 
-        Calls that wait for an answer of the agent raise PeerUnreachable. Then `MemberEvents.lost` is called.
+        Calls that wait for an answer of the agent raise PeerUnreachable. Then call `MemberEvents.lost`, and wake the
+        coroutines that wait for changes.
 
         Args:
             session: the connection; a replaced connection is ignored.
@@ -412,6 +428,10 @@ class Members:
             self._note_refusal(engine, engine, reason)
 
     async def _send_away(self, workers: Sequence[str], reason: str) -> None:
+        """Remove these ranks from the fleet, send each a refusal with the reason, and close their connections.
+
+        The connections close in background tasks. Ranks that are not connected are ignored.
+        """
         found = [self.sessions[worker] for worker in workers if worker in self.sessions]
         for session in found:
             # Remove all agents from the fleet before the first `send`, which may wait for a slow peer.
@@ -424,9 +444,10 @@ class Members:
             self._tasks.spawn(session.close())
 
     def set_aside(self, session: AgentSession, reason: str) -> None:
-        """Exclude the engine of a rank that did not answer from bindings and rounds, and send the rank a probe.
+        """Exclude the engine of a rank that did not answer from bindings and rounds, and send the rank a probe in a task.
 
-        The answer to the probe ends the exclusion.
+        Store the reason in `Agent.silent`, so that the engine gets no traffic unless its weights are known to be mixed.
+        Wake the coroutines that wait for changes. The answer to the probe ends the exclusion.
         """
         self._fleet.note_silent(session.agent, reason)
         self._changes.notify()

@@ -123,7 +123,7 @@ class CatchUps:
 
     # --- trainers that wait with the published weights ---------------------------------------
 
-    def stands_still_if(self, holds: Callable[[], bool]) -> None:
+    def add_standstill_check(self, holds: Callable[[], bool]) -> None:
         """Add a condition for `trainers_stand_still`.
 
         Args:
@@ -146,23 +146,24 @@ class CatchUps:
     def serve_again(self) -> None:
         """If a version is published and no engine serves it, let the trainers send it again; see `bring_up`."""
         if self._fleet.unserved:
-            self.settle_soon()
+            self.bring_up_soon()
 
     # --- bringing engines up -----------------------------------------------------------------
 
-    def settle_soon(self) -> None:
-        """Start a task that brings up engines that are behind and binds the fleet, as soon as no round runs.
+    def bring_up_soon(self) -> None:
+        """Start a task that waits until no round runs, brings up engines that are behind, and binds the fleet.
 
-        Also send a probe to each source that has not answered a write, because no round writes to its engines until then.
+        Do not start a second task while one task still waits. Also send a probe to each source that has not answered a write, because no round writes to its engines until then.
         """
         if self._fleet.held:
             self._tasks.spawn(self._members.probe_held())
-        # If a task waits already, it will see this change too: it begins only after the running round has ended.
+        # A task that waits will see this change too, because it begins only after the running round has ended.
         if not self._is_due:
             self._is_due = True
-            self._tasks.spawn(self._settle())
+            self._tasks.spawn(self._bring_up_and_bind())
 
-    async def _settle(self) -> None:
+    async def _bring_up_and_bind(self) -> None:
+        """Wait for the lock of the rounds, bring up the engines that are behind, and bind the fleet for the next round."""
         async with self._rounds.lock:
             self._is_due = False
             await self.bring_up()
@@ -215,7 +216,9 @@ class CatchUps:
         self._failed(trainers.name, attempts, trainers.identities, report.reason)
 
     def lost(self, agent: Agent, *, ended: bool) -> None:
-        """Handle the loss of a rank's connection: reset the count of failed attempts to bring its engine up.
+        """Reset the count of failed attempts to bring up the engine of a rank that has lost its connection.
+
+        If `ended` is True for an engine rank, also start a task that ends the rank's hold later (`presume_ended`).
 
         While the lost rank may still be writing, no round writes to its destinations. An engine rank's writes count as
         ended after the deadline of writes, if `ended` is True and the process has not connected again by then.
@@ -232,6 +235,11 @@ class CatchUps:
             self._tasks.spawn(self.presume_ended(agent.identity))
 
     async def _bring_up(self, newcomer: Group) -> None:
+        """Copy the published version from another engine to `newcomer`, unless it serves this version already.
+
+        Make one attempt. Do nothing if no engine can be the donor, if too many attempts have failed, or if the delay
+        after the last failure has not passed. After a failure, start a task that makes the next attempt later.
+        """
         version = self._fleet.published
         if self._fleet.serves(newcomer):
             self._attempts.pop(newcomer.name, None)
@@ -273,6 +281,10 @@ class CatchUps:
             self._failed(newcomer.name, attempts, donor_identities, report.reason)
 
     async def _copy(self, donor: Group, newcomer: Group, plan: TransferPlan) -> UpdateReport:
+        """Bind two engines, run a round in which `donor` sends its weights to `newcomer`, and return the report.
+
+        The binding of the trainers loses `newcomer`. Wake the coroutines that wait for changes after the round.
+        """
         fleet = self._fleet
         binding = await self._connector.bind_copy(donor, newcomer, lambda *_: plan)
         report = await self._rounds.run_round(fleet.published, fleet.lineage, binding)
@@ -280,6 +292,7 @@ class CatchUps:
         return report
 
     def _attempts_of(self, name: str, processes: frozenset[Identity], *, clean: bool) -> _Attempts:
+        """Return the record of attempts for these processes and the published version. Store a new record if needed."""
         known, version = self._attempts.get(name), self._fleet.published
         if known is None or (known.newcomer, known.version) != (processes, version):
             known = _Attempts(processes, version, clean=clean)
@@ -291,6 +304,10 @@ class CatchUps:
     def _failed(
         self, name: str, attempts: _Attempts, donor: frozenset[Identity], reason: str
     ) -> None:
+        """Count a failed attempt, and start a task that tries again after a delay.
+
+        After `MAX_ATTEMPTS` failures, only log a warning. A task that still waits to try again for `name` is cancelled.
+        """
         attempts.failures[donor] += 1
         num_failed = attempts.failures.total()
         delay_s = BACKOFF.after(num_failed)
@@ -305,18 +322,19 @@ class CatchUps:
         self._waiting[name] = self._tasks.spawn(self._try_again(name, delay_s))
 
     async def _try_again(self, name: str, delay_s: float) -> None:
+        """Wait for `delay_s` seconds, and start to bring up all engines that are behind. `name` is the engine that failed."""
         await asyncio.sleep(delay_s)
         del self._waiting[name]
-        self.settle_soon()
+        self.bring_up_soon()
 
     async def presume_ended(self, identity: Identity) -> None:
-        """Wait for the deadline of writes. If the process is not connected then, treat its unanswered write as ended."""
+        """Wait for the deadline of writes. If the process is not connected then, drop its hold and bring up engines."""
         await asyncio.sleep(self._config.deadlines.write_s)
         agent = self._fleet.find(identity[0])
         away = agent is None or agent.identity != identity
         if away and self._fleet.release(identity):
             _log.info("%s did not connect again: its writes have ended", identity[0])
-            self.settle_soon()
+            self.bring_up_soon()
 
 
 @final
@@ -350,8 +368,11 @@ class ResumeRetries:
     def __len__(self) -> int:
         return len(self._retrying)
 
-    def heard(self, agent: Agent, reply: Reply[Result]) -> bool:
-        """Record whether an engine rank generates, as its reply says. Start or end the repeated commands to resume.
+    def on_reply(self, agent: Agent, reply: Reply[Result]) -> bool:
+        """Store whether an engine rank generates (`Agent.not_resumed`), as its reply says, and update its engine's state.
+
+        If the rank does not generate, start a task that repeats the command to resume. If it generates, or sleeps until
+        the next round, cancel that task.
 
         Every `Done` reports this (`Done.not_resumed`), with two exceptions: the answer to a probe, and a stored answer
         that the rank repeats after it has connected again.
@@ -383,6 +404,11 @@ class ResumeRetries:
             task.cancel()
 
     async def _retry(self, agent: Agent) -> None:
+        """Send an engine rank up to `MAX_ATTEMPTS` commands to resume, each in a new epoch and while no round runs.
+
+        `forget` cancels this task when the rank has resumed. If the task comes to its end, it logs an error and stores in
+        the journal that the rank stays paused.
+        """
         worker = agent.hello.worker
         for num_told in range(MAX_ATTEMPTS):
             await asyncio.sleep(BACKOFF.after(num_told + 1))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import logging
 import time
 from collections.abc import Callable
 from typing import final
@@ -24,8 +23,6 @@ from windlass.control.rounds import RoundSpec
 from windlass.control.run import Run
 from windlass.control.suspicions import Suspicions
 from windlass.errors import RoundAborted
-
-_log = logging.getLogger(__name__)
 
 
 @final

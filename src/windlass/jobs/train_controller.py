@@ -208,7 +208,7 @@ class TrainController:
         self._under_way: CalledUpdate | None = None
         self._is_served = self._stands_still = False
         if coordinator is not None:
-            coordinator.catch_ups.stands_still_if(lambda: self._stands_still)
+            coordinator.catch_ups.add_standstill_check(lambda: self._stands_still)
         specs = rank_specs(
             name, command, world_size, num_cpus=num_cpus, num_gpus=num_gpus, num_nodes=num_nodes
         )

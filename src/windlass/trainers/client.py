@@ -271,7 +271,7 @@ class TrainerClient(Closing):
         try:
             report = until_over()
             if report.compared:
-                self._channel.run_later(self._agent.held.after_update)
+                self._channel.run_later(self._agent.held.prepare_next_comparison)
             if report.outcome is RoundOutcome.PUBLISHED:
                 return report
             raise RoundAborted(f"version {version} was not published: {report.reason}")

@@ -35,25 +35,23 @@ Call = Callable[[int, UInt64Array, UInt64Array], int]
 each (n, 2) address and size. It returns the number of bytes copied, and raises OSError if the call fails."""
 
 _libc = ctypes.CDLL(None, use_errno=True)
-_process_vm_writev, _process_vm_readv = _libc.process_vm_writev, _libc.process_vm_readv
-for _native in (_process_vm_writev, _process_vm_readv):
-    _native.restype = ctypes.c_ssize_t
-    _native.argtypes = [ctypes.c_int, *(ctypes.c_void_p, ctypes.c_ulong) * 2, ctypes.c_ulong]
 
 
-def _call_native(
-    native: ctypes._NamedFuncPointer, pid: int, ours: UInt64Array, theirs: UInt64Array
-) -> int:
-    """Make one system call, and return the number of bytes copied; see `Call`. `native` is the function of libc."""
-    done = int(native(pid, ours.ctypes.data, len(ours), theirs.ctypes.data, len(theirs), 0))
-    if done < 0:
-        number = ctypes.get_errno()
-        raise OSError(number, os.strerror(number))
-    return done
+def _call_of(native: ctypes._NamedFuncPointer) -> Call:
+    """Return the `Call` that makes the system call of `native`, a function of libc."""
+    native.restype = ctypes.c_ssize_t
+    native.argtypes = [ctypes.c_int, *(ctypes.c_void_p, ctypes.c_ulong) * 2, ctypes.c_ulong]
+
+    def call(pid: int, ours: UInt64Array, theirs: UInt64Array) -> int:
+        done = int(native(pid, ours.ctypes.data, len(ours), theirs.ctypes.data, len(theirs), 0))
+        if done < 0:
+            raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
+        return done
+
+    return call
 
 
-writev: Call = partial(_call_native, _process_vm_writev)
-readv: Call = partial(_call_native, _process_vm_readv)
+writev, readv = _call_of(_libc.process_vm_writev), _call_of(_libc.process_vm_readv)
 
 
 def copy_process_memory(
