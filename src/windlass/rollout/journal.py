@@ -75,7 +75,7 @@ class Submitted(msgspec.Struct, frozen=True, tag="submitted", omit_defaults=True
 
     @property
     def size(self) -> GroupSize:
-        """Numbers of samples of the group."""
+        """Numbers of samples of the group, with the defaults filled in; see `GroupSize`."""
         num_rollouts = len(self.task_ids)
         return GroupSize(
             num_rollouts, self.num_wanted or num_rollouts, self.min_samples or num_rollouts

@@ -195,7 +195,7 @@ class Group(msgspec.Struct, eq=False):
         return len(self.records) > self.size.min_samples
 
     def remove(self, record: Record) -> None:
-        """Remove a record that has ended; another record must be left."""
+        """Remove a record that has ended. At least one must be left: the group's future, if cancelled, names the first of them."""
         self.records.remove(record)
         self.future.names(self.records[0].task_id)
 

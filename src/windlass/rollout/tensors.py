@@ -195,7 +195,7 @@ _unused: deque[mmap.mmap] = deque(maxlen=KEPT_MAPPINGS)
 
 
 def _mapping(nbytes: int) -> mmap.mmap:
-    """Return the newest unused mapping of `nbytes` to twice `nbytes` bytes, or a new mapping of `nbytes`."""
+    """Take the newest mapping of `nbytes` to twice `nbytes` bytes out of the unused ones, or make a new one of `nbytes`."""
     chosen, others = None, []
     with contextlib.suppress(IndexError):
         while chosen is None:

@@ -70,7 +70,7 @@ class Holding:
         return reach_of(self.tensor)
 
     def memory(self) -> torch.Tensor:
-        """Return a flat view (reach,) of the tensor's memory, including gaps."""
+        """Return a flat view (n,) of the tensor's memory from its first to its last element, including gaps."""
         return memory_of(self.tensor)
 
 

@@ -256,7 +256,11 @@ class ChatServer:
             return _refused(ApiError(error.status, error.reason, "http_error"))
 
     def _authenticate(self, request: web.Request) -> None:
-        """Check the key of a request, and keep the connection; raise `ApiError` for a wrong key."""
+        """Check the key of a request, and let its connection stay open from now on; see `Listener.admit`.
+
+        Raises:
+            ApiError: the key is wrong, or no file descriptor is left for the connection.
+        """
         if request.path == "/v1/sessions":
             if self._gate.role_of(request.headers.get("Authorization", "")) is None:
                 raise ApiError(401, "missing or wrong agent token", "invalid_api_key")
