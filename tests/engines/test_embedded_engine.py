@@ -280,7 +280,6 @@ def test_every_token_carries_its_weight_version(engine: Engine) -> None:
             "temperature must be >= 0, got -1.0",
         ),
         ({"sampling_params": {"max_new_tokens": 512}}, "must fit into 512 positions, got 515"),
-        ({"stream": True}, "stream must be false"),
         ({"lora_path": "math"}, "lora_path must be empty"),
         ({"input_ids": "five"}, "Expected `array`, got `str`"),
     ],

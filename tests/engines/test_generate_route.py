@@ -11,8 +11,8 @@ import pytest
 from aiohttp import web
 
 from windlass.engines.vllm.generate_route import CompletionsRoute, GenerateRoute
-from windlass.rollout.generate import AttemptError, generate
-from windlass.rollout.messages import EngineTarget, RolloutTask
+from windlass.rollout.generate import AttemptError, Watch, generate
+from windlass.rollout.messages import EngineTarget, ErrorKind, RolloutTask
 from windlass.sampling import SamplingParams
 
 CHOICE = {
@@ -156,6 +156,210 @@ async def test_nonsense_is_refused_before_vllm_sees_it() -> None:
     app = Vllm(200, {})
     status, _ = await ask(app, b'{"input_ids": "abc"}')
     assert (status, app.asked) == (422, [])
+
+
+TOP = [
+    {"token_id": 4, "logprob": -2.0, "rank": 3, "top_logprobs": [
+        {"token_id": 4, "logprob": -2.0, "rank": 3},
+        {"token_id": 8, "logprob": -0.5, "rank": 1},
+        {"token_id": 6, "logprob": -1.5, "rank": 2},
+    ]},
+    {"token_id": 7, "logprob": -0.25, "rank": 1, "top_logprobs": [
+        {"token_id": 7, "logprob": -0.25, "rank": 1},
+        {"token_id": 2, "logprob": -9999.0, "rank": 2},
+    ]},
+]  # fmt: skip
+"""Log-probabilities in vLLM's form: the sampled token first, and -9999 for a token that cannot be sampled."""
+
+
+async def test_the_most_probable_tokens_are_those_of_vllm_in_order() -> None:
+    choice = {**CHOICE, "token_ids": [4, 7], "logprobs": {"content": TOP}}
+    app = Vllm(200, {"choices": [choice]})
+    _, body = await ask(app, b'{"input_ids": [1], "top_logprobs_num": 2}')
+    assert app.asked[0][1]["sampling_params"]["logprobs"] == 3
+    assert json.loads(body)["meta_info"]["output_top_logprobs"] == [
+        [[-0.5, 8, None], [-1.5, 6, None]],
+        [[-0.25, 7, None]],
+    ]
+
+
+async def test_the_most_probable_tokens_of_a_completion_have_ids() -> None:
+    top = [
+        {"token_id:4": -2.0, "token_id:8": -0.5},
+        {"token_id:7": -3.5, "token_id:1": -9999.0},
+        None,
+    ]
+    choice = {**COMPLETION, "logprobs": {**COMPLETION["logprobs"], "top_logprobs": top}}  # type: ignore[dict-item]
+    app = Vllm(200, {"choices": [choice], "kv_transfer_params": NOTED})
+    _, body = await ask(app, b'{"input_ids": [1], "top_logprobs_num": 1}', route=CompletionsRoute)
+    assert app.asked[0][1]["logprobs"] == 2
+    assert json.loads(body)["meta_info"]["output_top_logprobs"] == [
+        [[-0.5, 8, None]],
+        [[-3.5, 7, None]],
+        [],
+    ]
+
+
+class Streaming(Vllm):
+    """The inner application, which answers with server-sent events in pieces of a few bytes."""
+
+    def __init__(self, *events: object, size: int = 7) -> None:
+        super().__init__(200, {})
+        lines = [f"data: {json.dumps(each)}\n\n" for each in events]
+        self.body, self.size = "".join([*lines, "data: [DONE]\n\n"]).encode(), size
+
+    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        self.asked.append((scope["path"], json.loads((await receive())["body"])))
+        headers = [(b"content-type", b"text/event-stream; charset=utf-8")]
+        await send({"type": "http.response.start", "status": 200, "headers": headers})
+        for at in range(0, len(self.body), self.size):
+            part = self.body[at : at + self.size]
+            await send({"type": "http.response.body", "body": part, "more_body": True})
+        await send({"type": "http.response.body", "body": b""})
+
+
+def event(tokens: list[int], **more: Any) -> dict[str, Any]:
+    content = [{"token_id": token, "logprob": -0.5 * token} for token in tokens]
+    choice = {"token_ids": tokens, "logprobs": {"content": content}, "finish_reason": None, **more}
+    return {"choices": [choice]}
+
+
+async def test_a_stream_of_vllm_becomes_increments_and_the_last_has_all_versions() -> None:
+    spans = CHOICE["weight_versions"]
+    last = event([], finish_reason="abort", weight_versions=spans)
+    app = Streaming(event([4, 7]), event([9]), last)
+    _, body = await ask(app, b'{"input_ids": [1], "stream": true}')
+    assert app.asked[0][1]["stream"] is True
+    *lines, done, _ = body.decode().split("\n\n")
+    assert done == "data: [DONE]"
+    found = [json.loads(line.removeprefix("data: ")) for line in lines]
+    metas = [each["meta_info"] for each in found]
+    assert [each["output_ids"] for each in found] == [[4, 7], [9], []]
+    assert [meta["completion_tokens"] for meta in metas] == [2, 3, 3]
+    assert [meta["output_token_logprobs"] for meta in metas[:2]] == [
+        [[-2.0, 4, None], [-3.5, 7, None]],
+        [[-4.5, 9, None]],
+    ]
+    assert [meta["finish_reason"] for meta in metas] == [None, None, {"type": "abort"}]
+    assert metas[2]["weight_versions"] == spans
+
+
+async def test_a_stream_is_not_asked_of_a_vllm_that_reports_versions_at_the_end() -> None:
+    app = Vllm(200, {"choices": [COMPLETION], "kv_transfer_params": NOTED})
+    status, body = await ask(app, b'{"input_ids": [1], "stream": true}', route=CompletionsRoute)
+    assert "stream" not in app.asked[0][1]
+    assert (status, json.loads(body)["output_ids"]) == (200, [4, 7, 9])
+
+
+async def watched(
+    *events: object, sampling: SamplingParams, kind: str = "text/event-stream", num_top: int = 0
+) -> tuple[list[list[int]], Any]:
+    """Return the tokens that a worker shows, in order, and the answer of an engine that streams these events."""
+
+    async def serve(request: web.Request) -> web.StreamResponse:
+        asked.append(await request.json())
+        response = web.StreamResponse(headers={"Content-Type": kind})
+        await response.prepare(request)
+        for each in events if kind == "text/event-stream" else ():
+            await response.write(f"data: {json.dumps(each)}\n\n".encode())
+        if kind == "application/json":
+            await response.write(json.dumps(events[-1]).encode())
+        return response
+
+    asked: list[Any] = []
+    shown: list[list[int]] = []
+    watch = Watch(lambda new: shown.append([each.token_id for each in new]), True, num_top)
+    app = web.Application()
+    app.add_routes([web.post("/generate", serve)])
+    runner = web.AppRunner(app)
+    await runner.setup()
+    await web.TCPSite(runner, "127.0.0.1", 0).start()
+    host, port = runner.addresses[0][:2]
+    try:
+        async with aiohttp.ClientSession() as session:
+            target = EngineTarget(name="e", url=f"http://{host}:{port}")
+            task = RolloutTask(
+                task_id="t",
+                attempt=1,
+                engine=target,
+                prompt_ids=(1,),
+                sampling=sampling,
+                deadline_s=10.0,
+            )
+            result = await generate(session, task, watch)
+    finally:
+        await runner.cleanup()
+    assert asked[0].get("stream", False) is not sampling.needs_whole_answer
+    return shown, result.tokens
+
+
+def part(tokens: list[int], total: int, reason: str = "", **more: Any) -> dict[str, Any]:
+    meta = {
+        "finish_reason": {"type": reason} if reason else None,
+        "completion_tokens": total,
+        "output_token_logprobs": [[-0.5 * token, token, None] for token in tokens],
+        "weight_version": "4",
+        **more,
+    }
+    return {"output_ids": tokens, "meta_info": meta}
+
+
+WHOLE = part([4, 4, 9, 5, 6], 5, "length")
+CUMULATIVE = (part([4], 1), part([4, 4, 9], 3), WHOLE)
+INCREMENTS = (part([4], 1), part([4, 9], 3), part([], 3), part([5, 6], 5, "length"))
+
+
+@pytest.mark.parametrize("events", [CUMULATIVE, INCREMENTS], ids=["cumulative", "increments"])
+async def test_both_kinds_of_streams_have_the_same_tokens(events: Any) -> None:
+    shown, tokens = await watched(*events, sampling=SamplingParams(max_new_tokens=9))
+    assert shown == [[4], [4, 9], [5, 6]]
+    assert tokens.output_ids == (4, 4, 9, 5, 6)
+    assert tokens.logprobs == (-2.0, -2.0, -4.5, -2.5, -3.0)
+    assert tokens.versions == (4,) * 5
+    shown, _ = await watched(*events, sampling=SamplingParams(max_new_tokens=9, stop=("ab",)))
+    assert shown == [[4, 4], [9, 5], [6]]
+
+
+async def test_tokens_come_at_the_end_if_the_engine_may_begin_again_or_does_not_stream() -> None:
+    penalised = SamplingParams(max_new_tokens=9, frequency_penalty=0.5)
+    shown, _ = await watched(WHOLE, sampling=penalised, kind="application/json")
+    assert shown == [[4, 4, 9, 5, 6]]
+    plain = SamplingParams(max_new_tokens=9)
+    shown, _ = await watched(WHOLE, sampling=plain, kind="application/json")
+    assert shown == [[4, 4, 9, 5, 6]]
+
+
+@pytest.mark.parametrize(
+    ("last", "says", "kind"),
+    [
+        ({"error": {"message": "too long", "code": 400}}, "HTTP 400: too long", ErrorKind.REFUSED),
+        ({"error": {"message": "oh", "code": 503}}, "HTTP 503: oh", ErrorKind.PASSING),
+        (
+            {
+                "meta_info": {
+                    "finish_reason": {"type": "abort", "message": "bad", "status_code": 400}
+                }
+            },
+            "HTTP 400: bad",
+            ErrorKind.REFUSED,
+        ),
+        (part([4], 1), "ended the stream before the answer", ErrorKind.PASSING),
+    ],
+)
+async def test_an_error_in_a_stream_fails_the_attempt(
+    last: Any, says: str, kind: ErrorKind
+) -> None:
+    with pytest.raises(AttemptError, match=says) as failed:
+        await watched(part([4], 1), last, sampling=SamplingParams(max_new_tokens=9))
+    assert failed.value.kind is kind
+
+
+async def test_an_engine_without_top_logprobs_refuses_them() -> None:
+    with pytest.raises(
+        AttemptError, match="top_logprobs: must be left out for this engine, got 2"
+    ) as failed:
+        await watched(WHOLE, sampling=SamplingParams(max_new_tokens=9), num_top=2)
+    assert failed.value.kind is ErrorKind.REFUSED
 
 
 async def answered(

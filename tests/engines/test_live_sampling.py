@@ -25,6 +25,7 @@ from plain_vllm import MODEL, PlainServer, checkpoint, serving_plain
 from sampling import (
     SAMPLINGS,
     SPECIAL_SAMPLINGS,
+    distributions,
     expected_logprobs,
     top_k_and_top_p,
     top_k_then_top_p,
@@ -39,6 +40,7 @@ pytestmark = [pytest.mark.engines, pytest.mark.timeout(900)]
 
 PROMPTS = [[5, 9, 33, 101 + number] for number in range(16)]
 NUM_TOKENS = 8
+NUM_TOP = 7
 FLOAT32 = ("--dtype", "float32")
 CUTS = {"vllm": top_k_then_top_p, "sglang": top_k_and_top_p}
 REFUSED = {
@@ -117,6 +119,33 @@ def require_sampled_logprobs(ask: Ask, model: Any, engine: str) -> None:
             assert torch.allclose(torch.tensor(served), expected, atol=1e-3), (sampling, served)
 
 
+def require_top_logprobs(server: Server, model: Any, engine: str) -> None:
+    """Compare the most probable tokens of each place with the distribution, for all settings in one batch."""
+
+    def ask(sampling: dict[str, Any]) -> Any:
+        params = {"max_new_tokens": NUM_TOKENS, "ignore_eos": True, **sampling}
+        body = {"input_ids": PROMPTS[0], "sampling_params": params, "return_logprob": True}
+        return server.post("/generate", {**body, "top_logprobs_num": NUM_TOP})
+
+    with ThreadPoolExecutor(len(SAMPLINGS)) as pool:
+        answers = list(pool.map(ask, SAMPLINGS))
+    counts = set()
+    for sampling, answer in zip(SAMPLINGS, answers, strict=True):
+        if engine == "sglang" and sampling == {"top_k": 1}:
+            sampling = {"temperature": 0.0}
+        tokens = answer["output_ids"]
+        rows = distributions(model, PROMPTS[0], tokens, sampling, CUTS[engine])
+        for row, top in zip(rows, answer["meta_info"]["output_top_logprobs"], strict=True):
+            best = row.topk(NUM_TOP).values
+            best = best[best > -torch.inf]
+            found = torch.tensor([logprob for logprob, *_ in top])
+            assert len(found) == len(best), (sampling, top, best)
+            assert torch.allclose(found, best, atol=1e-3), (sampling, top, best)
+            assert torch.allclose(row[[token for _, token, _ in top]], best, atol=1e-3)
+            counts.add(len(top))
+    assert {1, NUM_TOP} <= counts
+
+
 def join(join_at: Callable[[str], object]) -> None:
     """Let a server join the fleet of a controller, and end the controller."""
 
@@ -154,6 +183,7 @@ def test_launched_engines_follow_stop_texts_penalties_and_structures(
         engine, source, tmp_path / "log", layout=Layout(1), flags=FLOAT32, tokenizes=True
     ) as server:
         join(partial(server.join, transport="cma"))
+        require_top_logprobs(server, model, engine)
         ask = asking(server)
         for sampling in SPECIAL_SAMPLINGS:
             if engine == "sglang" and "repetition_penalty" in sampling:

@@ -23,7 +23,7 @@ from agent_run import AGENTS
 from chat_fleet import QUESTION, TOKEN, Client, serving
 from pages import blocks
 from servers import TOKEN as LIVE_TOKEN
-from servers import Layout
+from servers import Layout, Server
 from servers import serving as serving_live
 
 import windlass
@@ -119,8 +119,11 @@ async def test_an_unchanged_agent_is_one_trajectory(name: str, embedded: str, fo
 
 
 @asynccontextmanager
-async def live(engine: str, folder: Path, log: Path) -> AsyncIterator[tuple[Any, Any]]:
-    """Serve the checkpoint by a live server that a trainer updates; yield the controller and the trainer's client."""
+async def live(engine: str, folder: Path, log: Path) -> AsyncIterator[tuple[Any, Any, Server]]:
+    """Serve the checkpoint by a live server that a trainer updates.
+
+    Yield the controller, the trainer's client and the server.
+    """
     policy = StalenessPolicy.unbounded(100)
     async with (
         windlass.Controller(token=LIVE_TOKEN, staleness=policy) as controller,
@@ -134,14 +137,14 @@ async def live(engine: str, folder: Path, log: Path) -> AsyncIterator[tuple[Any,
             tokenizes=True,
         )
         servers = stack.enter_context(ExitStack())
-        await asyncio.to_thread(servers.enter_context, started)
+        server = await asyncio.to_thread(servers.enter_context, started)
         model = transformers.AutoModelForCausalLM.from_pretrained(folder)
         trainer = await asyncio.to_thread(
             windlass.connect_trainer, model, controller=controller.url, token=LIVE_TOKEN
         )
         stack.callback(trainer.close)
         await publish(trainer, 1)
-        yield controller, trainer
+        yield controller, trainer, server
 
 
 async def publish(trainer: Any, version: int) -> None:
@@ -187,7 +190,7 @@ async def test_agents_on_a_live_engine_that_is_updated(
 ) -> None:
     require_frameworks()
     names = ("openai_chat", "agents_responses", "pydantic_ai")
-    async with live(engine, folder, tmp_path / "log") as (controller, trainer):
+    async with live(engine, folder, tmp_path / "log") as (controller, trainer, _):
         rollouts = controller.rollouts
         workflows = {
             "agent": run_agent,
@@ -229,6 +232,79 @@ async def long_answer(context: WorkflowContext) -> None:
     """Ask for an answer that is so long that an update happens in it."""
     async with aiohttp.ClientSession() as http, context.chat_endpoint() as session:
         await Client(http, session.base_url, session.api_key).chat([QUESTION])
+
+
+@pytest.mark.parametrize("engine", ["vllm", "sglang"])
+async def test_a_live_engine_streams_its_tokens_across_an_update(
+    engine: str, folder: Path, tmp_path: Path
+) -> None:
+    async with live(engine, folder, tmp_path / "log") as (controller, trainer, server):
+
+        async def agent(context: WorkflowContext) -> None:
+            async with aiohttp.ClientSession() as http, context.chat_endpoint() as session:
+                path = session.base_url + "/chat/completions"
+                body = {"messages": [QUESTION], "logprobs": True, "top_logprobs": 3}
+                asking: dict[str, Any] = {"json": {**body, "stream": True}}
+                asking["headers"] = {"Authorization": f"Bearer {session.api_key}"}
+                async with http.post(path, **asking) as response:
+                    assert response.status == 200, await response.text()
+                    first = await response.content.readuntil(b"\n\n")
+                    await publish(trainer, 2)
+                    rest = await response.read()
+                choices = choices_of(first + rest)
+                (turn,) = context.turns
+                assert list(turn.output.versions) == sorted(turn.output.versions)
+                assert set(turn.output.versions) == {1, 2}
+                assert choices[-1]["finish_reason"] == "length"
+                text = "".join(choice["delta"].get("content", "") for choice in choices)
+                assert text == turn.text.strip()
+                assert sum("content" in choice["delta"] for choice in choices) > 100
+                tokens = [t for c in choices if c["logprobs"] for t in c["logprobs"]["content"]]
+                assert [token["logprob"] for token in tokens] == [*turn.output.logprobs]
+                for token in tokens:
+                    top = [each["logprob"] for each in token["top_logprobs"]]
+                    assert len(top) == 3
+                    assert top == sorted(top, reverse=True)
+                    assert token["logprob"] <= top[0]
+                for token, expected in zip(tokens, CALL, strict=False):
+                    assert token["token"] == token["top_logprobs"][0]["token"] == expected
+                    assert token["logprob"] == token["top_logprobs"][0]["logprob"]
+                # The other request is longer than the time in which an engine notices that a client is gone.
+                async with http.post(path, **asking) as other:
+                    await other.content.readuntil(b"\n\n")
+                    async with http.post(path, **asking) as gone:
+                        await gone.content.readuntil(b"\n\n")
+                        gone.close()
+                    while await asyncio.to_thread(num_running, engine, server) > 1:
+                        await other.content.readuntil(b"\n\n")
+                    await other.read()
+                assert len(context.turns) == 2
+
+        rollouts = controller.rollouts
+        rollouts.run_here({"agent": agent}, chat=ChatSettings(tokenizer=str(folder)))
+        sampling = SamplingParams(max_new_tokens=1500, ignore_eos=True)
+        handle = rollouts.submit_workflow("agent", None, sampling)
+        (rollout,) = await rollouts.wait([handle], deadline_s=WITHIN_S)
+        assert [len(turn.output.output_ids) for turn in rollout.turns] == [1500, 1500]
+
+
+def choices_of(stream: bytes) -> list[Any]:
+    """Return the choice in each event of a stream."""
+    lines = [line.removeprefix(b"data: ") for line in stream.splitlines()]
+    return [json.loads(line)["choices"][0] for line in lines if line.startswith(b"{")]
+
+
+def num_running(engine: str, server: Server) -> int:
+    """Return the number of requests that a live engine runs."""
+    if engine == "vllm":
+        metrics = server.http.get("/metrics", WITHIN_S).decode()
+        return sum(
+            int(float(line.split()[-1]))
+            for line in metrics.splitlines()
+            if line.startswith("vllm:num_requests_running")
+        )
+    loads = json.loads(server.http.get("/v1/loads", WITHIN_S))["loads"]
+    return sum(load["num_running_reqs"] for load in loads)
 
 
 async def test_the_page_and_the_example_run_unchanged(

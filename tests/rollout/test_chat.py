@@ -180,8 +180,9 @@ async def check_completions(rig: Rig, client: Client) -> None:
     assert (choice["text"], choice["finish_reason"]) == ("".join(ANSWER), "stop")
     assert choice["logprobs"]["tokens"] == [*ANSWER, ""]
     assert choice["logprobs"]["text_offset"] == [0, 7, 10, 14]
-    (chunk,) = await events(rig, client, "/completions", body)
-    assert chunk["choices"][0]["text"] == "".join(ANSWER)
+    chunks = await events(rig, client, "/completions", body)
+    assert "".join(chunk["choices"][0]["text"] for chunk in chunks) == "".join(ANSWER)
+    assert chunks[-1]["choices"][0]["finish_reason"] == "stop"
 
 
 async def check_responses(rig: Rig, client: Client) -> None:

@@ -34,7 +34,7 @@ class Recording(FakeEngine):
         super().__init__("e")
         self.seeds: list[int | None] = []
 
-    async def _generate(self, http_request: web.Request) -> web.Response:
+    async def _generate(self, http_request: web.Request) -> web.StreamResponse:
         body = json.loads(await http_request.read())
         self.seeds.append(body["sampling_params"].get("sampling_seed"))
         return await super()._generate(http_request)

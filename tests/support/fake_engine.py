@@ -36,6 +36,7 @@ class _Body(msgspec.Struct):
     input_ids: list[int]
     sampling_params: SamplingParams
     return_logprob: bool
+    stream: bool = False
 
 
 class FakeEngine:
@@ -140,7 +141,7 @@ class FakeEngine:
         count = made.count(self.version) if self._hold_per_version else len(made)
         return self._hold_at is not None and count >= self._hold_at
 
-    async def _generate(self, http_request: web.Request) -> web.Response:
+    async def _generate(self, http_request: web.Request) -> web.StreamResponse:
         body = msgspec.json.decode(await http_request.read(), type=_Body)
         self.num_requests += 1
         self.authorizations.add(http_request.headers.get("Authorization", ""))
@@ -148,6 +149,9 @@ class FakeEngine:
             return web.json_response({"error": "out of order"}, status=500)
         request = _Request(body.input_ids)
         self._active.add(request)
+        stream = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
+        if body.stream:
+            await stream.prepare(http_request)
         try:
             for _ in range(body.sampling_params.max_new_tokens):
                 if self._token_s:
@@ -163,12 +167,25 @@ class FakeEngine:
                 context = len(request.input_ids) + len(request.output_ids)
                 request.output_ids.append(request.input_ids[0] * 1000 + context)
                 request.versions.append(self.version)
+                if body.stream:
+                    await stream.write(self._event(request, is_last=False))
         finally:
             self._active.discard(request)
             # Notify waiters even if the client has disconnected.
             async with self._changed:
                 self._changed.notify_all()
+        if body.stream:
+            await stream.write(self._event(request, is_last=True))
+            await stream.write(b"data: [DONE]\n\n")
+            return stream
         return web.json_response(self._answer(request))
+
+    def _event(self, request: _Request, *, is_last: bool) -> bytes:
+        """Return an event with all tokens so far, as SGLang's."""
+        answer = self._answer(request)
+        if not is_last:
+            answer["meta_info"]["finish_reason"] = None
+        return b"data: " + msgspec.json.encode(answer) + b"\n\n"
 
     def _answer(self, request: _Request) -> dict[str, Any]:
         meta: dict[str, Any] = {

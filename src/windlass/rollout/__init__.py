@@ -21,6 +21,8 @@ if TYPE_CHECKING:
     from windlass.rollout.directory import EngineDirectory as EngineDirectory
     from windlass.rollout.directory import Routing as Routing
     from windlass.rollout.directory import StaticEngines as StaticEngines
+    from windlass.rollout.generate import GeneratedToken as GeneratedToken
+    from windlass.rollout.generate import Watch as Watch
     from windlass.rollout.handles import GroupHandle as GroupHandle
     from windlass.rollout.handles import Recovered as Recovered
     from windlass.rollout.handles import Rollout as Rollout

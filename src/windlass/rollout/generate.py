@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import AsyncIterator, Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import aiohttp
 import msgspec
@@ -47,9 +48,40 @@ class AttemptResult(msgspec.Struct, frozen=True):
     tensors: dict[str, SampleTensor] = {}
 
 
+class GeneratedToken(NamedTuple):
+    """Token of an answer.
+
+    Attributes:
+        top: ids and log-probabilities of the most probable tokens at this place, the highest first. Tokens that cannot be
+            sampled are left out.
+    """
+
+    token_id: int
+    logprob: float
+    top: tuple[tuple[int, float], ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Watch:
+    """Request of a caller to see the tokens of an answer.
+
+    Attributes:
+        on_tokens: function that gets every token of the answer once, in order. A token that it got stays part of the
+            answer, also if an update aborts the generation.
+        streams: whether `on_tokens` gets tokens while the engine generates them. A token that the engine may have to
+            generate again comes later, see `_num_kept`. Without `streams`, all tokens come at the end.
+        num_top: number of tokens in each `GeneratedToken.top`, if so many can be sampled.
+    """
+
+    on_tokens: Callable[[Sequence[GeneratedToken]], None]
+    streams: bool = False
+    num_top: int = 0
+
+
 class _FinishReason(msgspec.Struct, frozen=True):
     type: str
     message: str = ""
+    status_code: int | None = None
 
 
 class _TokenLogprob(msgspec.Struct, frozen=True, array_like=True):
@@ -69,6 +101,8 @@ class _VersionSpan(msgspec.Struct, frozen=True):
 class _MetaInfo(msgspec.Struct, frozen=True):
     finish_reason: _FinishReason | None = None
     output_token_logprobs: list[_TokenLogprob] = []
+    output_top_logprobs: list[list[_TokenLogprob] | None] = []
+    completion_tokens: int = 0
     output_token_versions: list[int] | None = None
     weight_versions: list[_VersionSpan] | None = None
     weight_version: int | str | None = None
@@ -81,7 +115,26 @@ class GenerateAnswer(msgspec.Struct, frozen=True):
     output_ids: list[int] = []
 
 
-async def generate(session: aiohttp.ClientSession, task: RolloutTask) -> AttemptResult:
+class _Error(msgspec.Struct, frozen=True):
+    message: str = ""
+    code: int | str | None = None
+
+
+class _Event(GenerateAnswer, frozen=True, kw_only=True):
+    """Event of a streamed answer.
+
+    The event has all tokens so far (SGLang), or the tokens since the last event. In the second case `completion_tokens`, the
+    number of all tokens so far, is larger than the number of tokens in the event. The last event has the versions of all
+    tokens.
+    """
+
+    meta_info: _MetaInfo = _MetaInfo()
+    error: _Error | None = None
+
+
+async def generate(
+    session: aiohttp.ClientSession, task: RolloutTask, watch: Watch | None = None
+) -> AttemptResult:
     """Generate the answer to one prompt. If a weight update aborts the generation, send another request.
 
     With `OnAbort.CONTINUE`, the next request continues after the generated tokens. With `OnAbort.RETRY`, the next
@@ -90,12 +143,13 @@ async def generate(session: aiohttp.ClientSession, task: RolloutTask) -> Attempt
     Args:
         session: HTTP session for `POST {engine}/generate`.
         task: attempt with a plain prompt, or one engine call of a workflow's attempt.
+        watch: function that gets the tokens, or None.
 
     Raises:
         AttemptError: the engine refused a request, was unreachable, sent an invalid answer, added no token in
             `MAX_STALLS` requests in a row, or did not finish within `task.deadline_s`.
     """
-    progress = AttemptProgress(task)
+    progress = AttemptProgress(task, watch)
     try:
         async with asyncio.timeout(task.deadline_s):
             return await progress.run(session)
@@ -110,10 +164,18 @@ async def generate(session: aiohttp.ClientSession, task: RolloutTask) -> Attempt
 class AttemptProgress:
     """Tokens of a running attempt, and the requests that generate more tokens."""
 
-    def __init__(self, task: RolloutTask) -> None:
+    def __init__(self, task: RolloutTask, watch: Watch | None = None) -> None:
         self.task = task
         self.tokens = self._begin = _continued(task.partial, task.sampling)
         self.num_calls = 0
+        self._watch = watch
+        self._is_kept = task.on_abort is OnAbort.CONTINUE and not task.sampling.needs_whole_answer
+        # Tokens of the answer so far, if a caller watches them.
+        self._seen: list[GeneratedToken] = []
+        if watch is not None:
+            known = zip(self.tokens.output_ids, self.tokens.logprobs, strict=True)
+            self._seen += [GeneratedToken(*each) for each in known]
+        self._num_shown = 0
 
     def failure(self, reason: str, kind: ErrorKind = ErrorKind.PASSING) -> AttemptError:
         """Return an error that names the engine and contains the tokens generated so far. The caller raises it."""
@@ -129,11 +191,13 @@ class AttemptProgress:
             added = self.tokens_of(answer)
             reason = answer.meta_info.finish_reason
             if reason is not None and reason.type != ABORT:
+                self._show(len(self._seen))
                 return AttemptResult(_joined(self.tokens, added), reason.type)
             if self.task.on_abort is OnAbort.CONTINUE:
                 self.tokens = _continued(_joined(self.tokens, added), self.task.sampling)
             else:
                 self.tokens = self._begin
+            del self._seen[len(self.tokens.output_ids) :]
             stalls = 0 if len(self.tokens.output_ids) > before else stalls + 1
             if stalls >= MAX_STALLS:
                 message = reason.message if reason is not None else ""
@@ -142,6 +206,7 @@ class AttemptProgress:
                 )
             if stalls:
                 await asyncio.sleep(STALL_BACKOFF.after(stalls))
+        self._show(len(self._seen))
         return AttemptResult(self.tokens, "length")
 
     async def _call(self, session: aiohttp.ClientSession) -> GenerateAnswer:
@@ -156,13 +221,84 @@ class AttemptProgress:
             data=msgspec.json.encode(self._request()),
             headers={"Content-Type": "application/json"},
         ) as response:
+            if response.status == 200 and response.content_type == "text/event-stream":
+                return await self._streamed(response.content)
             body = await response.read()
             if response.status != 200:
                 text = body[:200].decode(errors="replace").replace("\n", " ")
-                refused = 400 <= response.status < 500 and response.status not in PASSING_4XX
-                kind = ErrorKind.REFUSED if refused else ErrorKind.PASSING
-                raise self.failure(f"HTTP {response.status}: {text}", kind)
-        return msgspec.json.decode(body, type=GenerateAnswer)
+                raise self._refused(response.status, text)
+        answer = msgspec.json.decode(body, type=GenerateAnswer)
+        self._see(answer)
+        return answer
+
+    async def _streamed(self, content: aiohttp.StreamReader) -> GenerateAnswer:
+        """Read an answer as server-sent events, pass its tokens on, and return the whole answer.
+
+        Raises:
+            AttemptError: the engine reports an error, or ends the stream before the answer.
+        """
+        ids, logprobs = list[int](), list[_TokenLogprob]()
+        async for data in _events(content):
+            event = msgspec.json.decode(data, type=_Event)
+            meta, reason = event.meta_info, event.meta_info.finish_reason
+            if event.error is not None:
+                code = event.error.code
+                raise self._refused(code if isinstance(code, int) else 500, event.error.message)
+            if reason is not None and (reason.status_code or 0) >= 400:
+                raise self._refused(reason.status_code or 0, reason.message)
+            # Tokens of the event that earlier events had already.
+            known = len(ids) if meta.completion_tokens <= len(event.output_ids) else 0
+            new = msgspec.structs.replace(
+                event,
+                output_ids=event.output_ids[known:],
+                meta_info=msgspec.structs.replace(
+                    meta,
+                    output_token_logprobs=meta.output_token_logprobs[known:],
+                    output_top_logprobs=meta.output_top_logprobs[known:],
+                ),
+            )
+            ids += new.output_ids
+            logprobs += new.meta_info.output_token_logprobs
+            self._see(new)
+            self._show(_num_kept(len(self._seen), self.task.sampling))
+            if reason is not None:
+                whole = msgspec.structs.replace(meta, output_token_logprobs=logprobs)
+                return GenerateAnswer(whole, ids)
+        raise self.failure("the engine ended the stream before the answer")
+
+    def _refused(self, status: int, text: str) -> AttemptError:
+        """Return the error for an HTTP status that is not 200. The caller raises it."""
+        refused = 400 <= status < 500 and status not in PASSING_4XX
+        kind = ErrorKind.REFUSED if refused else ErrorKind.PASSING
+        return self.failure(f"HTTP {status}: {text}", kind)
+
+    def _see(self, answer: GenerateAnswer) -> None:
+        """Keep the tokens of an answer, or of a part of one, for the caller who watches.
+
+        Raises:
+            AttemptError: the engine left out the most probable tokens.
+        """
+        if self._watch is None:
+            return
+        ids, meta, most = answer.output_ids, answer.meta_info, self._watch.num_top
+        top = meta.output_top_logprobs if most else [None] * len(ids)
+        if len(top) != len(ids):
+            raise self.failure(
+                f"top_logprobs: must be left out for this engine, got {most}; it returned them for {len(top)} of "
+                f"{len(ids)} tokens",
+                ErrorKind.REFUSED,
+            )
+        for entry, others in zip(meta.output_token_logprobs, top, strict=False):
+            found = tuple((each.token_id, each.logprob) for each in (others or [])[:most])
+            self._seen.append(GeneratedToken(entry.token_id, entry.logprob, found))
+
+    def _show(self, num_tokens: int) -> None:
+        """Pass the first `num_tokens` tokens to the caller who watches, without tokens that the caller has."""
+        if self._watch is None or num_tokens <= self._num_shown:
+            return
+        new = self._seen[self._num_shown : num_tokens]
+        self._num_shown = num_tokens
+        self._watch.on_tokens(new)
 
     def _request(self) -> dict[str, Any]:
         """Return the body of the next request: the prompt and the tokens so far, with the limits that are left."""
@@ -197,7 +333,10 @@ class AttemptProgress:
                 **{name: value for name, value in given.items() if value not in ("", (), {})},
             },
         }
-        named = {"lora_path": sampling.adapter, "priority": sampling.priority}
+        named: dict[str, Any] = {"lora_path": sampling.adapter, "priority": sampling.priority}
+        if self._watch is not None:
+            named["top_logprobs_num"] = self._watch.num_top
+            named["stream"] = self._watch.streams and self._is_kept
         return {**request, **{name: value for name, value in named.items() if value}}
 
     def tokens_of(self, answer: GenerateAnswer) -> Partial:
@@ -248,18 +387,33 @@ class AttemptProgress:
             ) from error
 
 
-def _continued(tokens: Partial, sampling: SamplingParams) -> Partial:
-    """Return the first tokens of an unfinished answer; the next request continues after these tokens.
+async def _events(content: aiohttp.StreamReader) -> AsyncIterator[bytes]:
+    """Yield the data of server-sent events, except of the last one, `[DONE]`."""
+    rest = b""
+    async for chunk in content.iter_any():
+        *lines, rest = (rest + chunk).split(b"\n")
+        for line in lines:
+            if line.startswith(b"data: {"):
+                yield line.removeprefix(b"data: ")
+
+
+def _num_kept(num_tokens: int, sampling: SamplingParams) -> int:
+    """Return how many of the first tokens of an unfinished answer the next request need not generate again.
 
     An engine applies a structure (such as a JSON schema) and some penalties to the output of one request, so an answer
     with them starts again without tokens. An engine also finds a stop text only in the output of one request. A stop text may
     begin in the last tokens of the answer, so the next request generates these tokens again.
     """
     if sampling.needs_whole_answer:
-        return Partial()
+        return 0
     # An unfinished stop text of n bytes has at most n - 1 tokens, because each token has at least one byte.
     num_again = max((len(text.encode()) for text in sampling.stop), default=1) - 1
-    kept = max(len(tokens.output_ids) - num_again, 0)
+    return max(num_tokens - num_again, 0)
+
+
+def _continued(tokens: Partial, sampling: SamplingParams) -> Partial:
+    """Return the first tokens of an unfinished answer; the next request continues after these tokens."""
+    kept = _num_kept(len(tokens.output_ids), sampling)
     return Partial(tokens.output_ids[:kept], tokens.logprobs[:kept], tokens.versions[:kept])
 
 

@@ -25,7 +25,7 @@ from windlass.rollout.chat.messages import Message as ChatMessage
 from windlass.rollout.chat.messages import Template
 from windlass.rollout.chat.server import ChatServer
 from windlass.rollout.chat.session import Branch, ChatSession
-from windlass.rollout.generate import AttemptError, AttemptResult, generate
+from windlass.rollout.generate import AttemptError, AttemptResult, Watch, generate
 from windlass.rollout.messages import (
     ErrorKind,
     OutcomeStatus,
@@ -104,7 +104,11 @@ class WorkflowContext:
         return self._task.workflow
 
     async def generate(
-        self, prompt_ids: Sequence[int], sampling: SamplingParams | None = None
+        self,
+        prompt_ids: Sequence[int],
+        sampling: SamplingParams | None = None,
+        *,
+        watch: Watch | None = None,
     ) -> Turn:
         """Generate one answer, append the `Turn` to `turns`, and return it.
 
@@ -113,6 +117,7 @@ class WorkflowContext:
         Args:
             prompt_ids: all tokens before the answer, including earlier turns.
             sampling: sampling parameters of this call; by default the submitter's.
+            watch: function that gets the tokens while the engine generates them; None if it is not needed.
 
         Raises:
             ConfigError: the prompt is empty, or not integers.
@@ -130,7 +135,7 @@ class WorkflowContext:
             prompt_ids=tokens,
             sampling=(sampling or self.sampling).seeded(SEEDS_PER_CALL * (self._num_calls - 1)),
         )
-        answer = await generate(self._session, call)
+        answer = await generate(self._session, call, watch)
         turn = Turn(call.prompt_ids, answer.tokens, answer.finish_reason)
         self.turns.append(turn)
         if answer.tokens.versions:

@@ -50,6 +50,15 @@ def penalised(logits: torch.Tensor, seen: Sequence[int], penalty: float) -> torc
     return logits.index_copy(0, ids, torch.where(found > 0, found / penalty, found * penalty))
 
 
+def most_probable(logprobs: torch.Tensor, num_tokens: int) -> list[tuple[float, int]]:
+    """Return log-probability and id of at most `num_tokens` tokens that can be sampled, the highest first."""
+    if not num_tokens:
+        return []
+    found = logprobs.topk(min(num_tokens, len(logprobs)))
+    pairs = zip(found.values.tolist(), found.indices.tolist(), strict=True)
+    return [(logprob, token) for logprob, token in pairs if logprob > -torch.inf]
+
+
 def _highest(logits: torch.Tensor, top_k: list[int]) -> torch.Tensor:
     """Return the logits; in each row, all but the `top_k` highest are replaced by -inf."""
     if min(top_k) >= logits.shape[-1]:

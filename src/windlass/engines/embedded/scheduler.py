@@ -15,7 +15,13 @@ from typing import final
 import torch
 
 from windlass.config import PauseMode
-from windlass.engines.embedded.sampling import GREEDY, biased, penalised, sampled_logprobs
+from windlass.engines.embedded.sampling import (
+    GREEDY,
+    biased,
+    most_probable,
+    penalised,
+    sampled_logprobs,
+)
 from windlass.errors import ConfigError, PeerTimeout
 from windlass.sampling import SamplingParams
 
@@ -60,8 +66,10 @@ class Request:
         has_stop_text: function that takes the output ids and returns whether the last ids contain a stop text.
         on_finish: callback, called once with this request, in the model loop's thread or in the thread that
             aborts the request.
-        output_ids, logprobs, versions: one entry per generated token. `versions` has the version of the weights
-            that computed the token.
+        on_token: callback, called after each token in the model loop's thread.
+        num_top: number of most probable tokens to record for each generated token.
+        output_ids, logprobs, top, versions: one entry per generated token. `top` has pairs of a log-probability and a
+            token. `versions` has the version of the weights that computed the token, and is extended last.
         finish: reason why the generation ended; None until then.
         failure: error message if a token could not be sampled; else empty.
         generator: generator of a request with a seed; None for the engine's own.
@@ -73,8 +81,11 @@ class Request:
     stop_token_ids: frozenset[int]
     on_finish: Callable[[Request], None]
     has_stop_text: Callable[[list[int]], bool] = lambda _: False
+    on_token: Callable[[], None] = lambda: None
+    num_top: int = 0
     output_ids: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
+    top: list[list[tuple[float, int]]] = field(default_factory=list)
     versions: list[int] = field(default_factory=list)
     finish: FinishReason | None = None
     failure: str = ""
@@ -274,8 +285,8 @@ class Scheduler:
 
     def _sample(
         self, requests: list[Request | None], logits: torch.Tensor
-    ) -> list[tuple[int, float] | str]:
-        """Return, for each row, the token and its logprob, or an error message if torch cannot sample the row.
+    ) -> list[tuple[int, float, list[tuple[float, int]]] | str]:
+        """Return, for each row, the values of `_drawn`, or an error message if torch cannot sample the row.
 
         If sampling fails for the batch, sample each row alone, so that only the failing rows get a message.
         """
@@ -289,8 +300,11 @@ class Scheduler:
 
     def _drawn(
         self, requests: list[Request | None], logits: torch.Tensor
-    ) -> tuple[list[int], list[float]]:
-        """Sample one token per row; return the tokens and their log-probabilities, see `sampled_logprobs`."""
+    ) -> tuple[list[int], list[float], list[list[tuple[float, int]]]]:
+        """Sample one token per row; return the tokens, their log-probabilities, and the most probable tokens.
+
+        `sampled_logprobs` describes the log-probabilities.
+        """
         samplings = [None if request is None else request.sampling for request in requests]
         rows = [
             row if request is None else _adjusted(row, request)
@@ -306,13 +320,21 @@ class Scheduler:
         greedy = torch.tensor([s is None or s.temperature < GREEDY for s in samplings])
         tokens = torch.where(greedy, logits.argmax(-1), drawn)
         chosen = logprobs.gather(1, tokens[:, None])[:, 0]
-        return tokens.tolist(), chosen.tolist()
+        top = [
+            most_probable(row, 0 if request is None else request.num_top)
+            for row, request in zip(logprobs, requests, strict=True)
+        ]
+        return tokens.tolist(), chosen.tolist(), top
 
-    def _append(self, request: Request, token: int, logprob: float) -> None:
+    def _append(
+        self, request: Request, token: int, logprob: float, top: list[tuple[float, int]]
+    ) -> None:
         """Add a sampled token to a request, and end the request if the token ends the generation."""
         request.output_ids.append(token)
         request.logprobs.append(logprob)
+        request.top.append(top)
         request.versions.append(self._version)
+        request.on_token()
         if token in request.stop_token_ids or request.has_stop_text(request.output_ids):
             self._finish(request, FinishReason.STOP)
         elif len(request.output_ids) >= request.sampling.max_new_tokens:

@@ -34,6 +34,7 @@ class _Generate(msgspec.Struct, frozen=True):
     stream: bool = False
     lora_path: str = ""
     priority: int = 0
+    top_logprobs_num: int = 0
 
 
 class _Pause(msgspec.Struct, frozen=True):
@@ -145,14 +146,12 @@ class EngineServer:
             where = f"engine {self._settings.name}: {self.url}"
             raise PeerTimeout(f"{where} does not serve after {START_DEADLINE_S} s") from None
 
-    async def _generate(self, http: web.Request) -> web.Response:
-        """Queue a request and answer when its generation has ended. Raise ConfigError for an invalid request.
+    async def _generate(self, http: web.Request) -> web.StreamResponse:
+        """Queue a request and answer when its generation has ended, or as a stream. Raise ConfigError for an invalid request.
 
         The server answers a request that raises ConfigError with status 400.
         """
         body = msgspec.json.decode(await http.read(), type=_Generate)
-        if body.stream:
-            raise ConfigError("stream must be false, got true")
         if body.lora_path:
             raise ConfigError(f"lora_path must be empty, got {body.lora_path!r}: no adapter here")
         if body.priority:
@@ -187,25 +186,75 @@ class EngineServer:
             stop_token_ids=frozenset(stops),
             on_finish=done.set_result,
             has_stop_text=find_stop,
+            num_top=body.top_logprobs_num,
         )
+        if body.stream:
+            return await self._stream(http, request, asyncio.wrap_future(done))
         self._scheduler.submit(request)
         if (finished := await asyncio.wrap_future(done)).failure:
             return web.json_response({"error": finished.failure}, status=500)
-        tokens, versions = finished.output_ids, finished.versions
-        meta = {
-            "id": finished.rid,
-            "finish_reason": {"type": str(finished.finish)},
-            "prompt_tokens": len(finished.input_ids),
-            "completion_tokens": len(tokens),
+        answer = msgspec.json.encode(self._answer(finished, 0))
+        return web.Response(body=answer, content_type="application/json")
+
+    async def _stream(
+        self, http: web.Request, request: Request, done: asyncio.Future[Request]
+    ) -> web.StreamResponse:
+        """Queue a request, and send its tokens as server-sent events. If the client disconnects, end the generation.
+
+        Each event has the tokens since the last event, as SGLang's with `--incremental-streaming-output`.
+        """
+        loop, has_new = asyncio.get_running_loop(), asyncio.Event()
+
+        def tell() -> None:
+            loop.call_soon_threadsafe(has_new.set)
+
+        request.on_token = tell
+        done.add_done_callback(lambda _: has_new.set())
+        self._scheduler.submit(request)
+        stream = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
+        num_sent = 0
+        try:
+            await stream.prepare(http)
+            while not done.done():
+                await has_new.wait()
+                has_new.clear()
+                # The end comes after the last token, so the last event has the tokens that are left.
+                if not done.done() and (num_tokens := len(request.versions)) > num_sent:
+                    await stream.write(_event(self._answer(request, num_sent, num_tokens)))
+                    num_sent = num_tokens
+            if request.failure:
+                await stream.write(_event({"error": {"message": request.failure, "code": 500}}))
+            else:
+                await stream.write(_event(self._answer(request, num_sent)))
+            await stream.write(b"data: [DONE]\n\n")
+            await stream.write_eof()
+        finally:
+            self._scheduler.abort(request.rid)
+        return stream
+
+    def _answer(self, request: Request, begin: int, end: int | None = None) -> dict[str, object]:
+        """Return the tokens [begin, end) of an answer. `end` is None for the rest of a finished answer, with all versions."""
+        finish = request.finish if end is None else None
+        end = len(request.versions) if end is None else end
+        tokens, versions = request.output_ids[begin:end], request.versions
+        logprobs = request.logprobs[begin:end]
+        meta: dict[str, object] = {
+            "id": request.rid,
+            "finish_reason": None if finish is None else {"type": str(finish)},
+            "prompt_tokens": len(request.input_ids),
+            "completion_tokens": end,
             "weight_version": str(versions[-1] if versions else self._scheduler.version),
             "output_token_logprobs": [
-                [logprob, token, None]
-                for logprob, token in zip(finished.logprobs, tokens, strict=True)
+                [logprob, token, None] for logprob, token in zip(logprobs, tokens, strict=True)
             ],
-            "output_token_versions": versions,
         }
-        answer = msgspec.json.encode({"text": "", "output_ids": tokens, "meta_info": meta})
-        return web.Response(body=answer, content_type="application/json")
+        if request.num_top:
+            meta["output_top_logprobs"] = [
+                [[logprob, token, None] for logprob, token in top] for top in request.top[begin:end]
+            ]
+        if finish is not None:
+            meta["output_token_versions"] = versions
+        return {"text": "", "output_ids": tokens, "meta_info": meta}
 
     async def _stop_finder(self, texts: Sequence[str]) -> Callable[[list[int]], bool]:
         """Return a function that takes output ids and returns whether the last ids contain one of `texts`.
@@ -280,6 +329,11 @@ class EngineServer:
         """Abort the request of an id, and return whether it was running or waiting."""
         body = msgspec.json.decode(await http.read(), type=_Abort)
         return web.json_response({"aborted": self._scheduler.abort(body.rid)})
+
+
+def _event(data: object) -> bytes:
+    """Return a server-sent event with JSON data."""
+    return b"data: " + msgspec.json.encode(data) + b"\n\n"
 
 
 def _tokenizer_of(model: str) -> Any:

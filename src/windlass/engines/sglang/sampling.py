@@ -49,11 +49,17 @@ def return_sampled_logprobs() -> None:
             if not is_checked:
                 _require_probabilities(probs)
                 is_checked = True
-            output.next_token_logprobs -= _mass_left(probs, sampling).log()
+            mass, num_left = _left(probs, sampling)
+            output.next_token_logprobs -= mass.log()
+            _correct_top(output, mass, num_left)
         # SGLang gives a greedy request temperature 1 and top_k 1, and returns the model's log-probability. For another
         # request with top_k 1, only one token can be sampled: its log-probability is 0.
         alone = (sampling.top_ks == 1) & (sampling.temperatures[:, 0] != 1.0)
         output.next_token_logprobs.masked_fill_(alone, 0.0)
+        if _has_top(output):
+            values, ids = output.next_token_top_logprobs_val, output.next_token_top_logprobs_idx
+            for at in alone.nonzero()[:, 0].tolist():
+                values[at], ids[at] = torch.zeros_like(values[at][:1]), ids[at][:1]
         return tokens
 
     Sampler.forward = _with_sampled_logprobs
@@ -106,16 +112,36 @@ def _of_accepted(compute: Any) -> Any:
     return _with_sampled_logprobs
 
 
-def _mass_left(probs: torch.Tensor, sampling: Any) -> torch.Tensor:
-    """Return, for each row, the sum of the probabilities of all tokens that can be sampled; 1 if top_k is 1."""
+def _left(probs: torch.Tensor, sampling: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return, for each row, the sum of the probabilities of all tokens that can be sampled, and their number.
+
+    The sum is 1 if top_k is 1. For a greedy request the number is that of all tokens.
+    """
     ordered = probs.sort(dim=-1, descending=True).values
     rank = torch.arange(probs.shape[-1], device=probs.device)
     kept = rank < sampling.top_ks[:, None]
     kept &= ordered.cumsum(-1) - ordered <= sampling.top_ps[:, None]
     if sampling.need_min_p_sampling:
         kept &= ordered >= ordered[:, :1] * sampling.min_ps[:, None]
-    mass = (ordered * kept).sum(-1)
-    return torch.where(sampling.top_ks == 1, 1.0, mass)
+    is_one = sampling.top_ks == 1
+    mass = torch.where(is_one, 1.0, (ordered * kept).sum(-1))
+    is_greedy = is_one & (sampling.temperatures[:, 0] == 1.0)
+    return mass, torch.where(is_greedy, probs.shape[-1], kept.sum(-1))
+
+
+def _correct_top(output: Any, mass: torch.Tensor, num_left: torch.Tensor) -> None:
+    """Correct the most probable tokens of each row as `next_token_logprobs`, and remove tokens that cannot be sampled."""
+    # Without a request for such tokens, the sampler does not wait for the GPU.
+    if not _has_top(output):
+        return
+    values, ids = output.next_token_top_logprobs_val, output.next_token_top_logprobs_idx
+    for at, (change, count) in enumerate(zip(mass.log().tolist(), num_left.tolist(), strict=True)):
+        values[at], ids[at] = values[at][:count] - change, ids[at][:count]
+
+
+def _has_top(output: Any) -> bool:
+    """Return whether a request of the batch asks for the most probable tokens."""
+    return any(map(len, output.next_token_top_logprobs_val or ()))
 
 
 def _require_probabilities(probs: torch.Tensor) -> None:

@@ -8,7 +8,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from http import HTTPStatus
 from typing import Any, ClassVar, final
 
@@ -29,6 +29,12 @@ from windlass.sampling import SamplingParams
 PATH = "/generate"
 MAX_BODY_NBYTES = 1 << 26
 ABORT = "abort"
+IMPOSSIBLE = -9999.0
+"""vLLM's log-probability of a token that cannot be sampled."""
+
+
+_Entry = tuple[float, int, None]
+"""Log-probability, token and text, which is left out: an entry of a response of `/generate`."""
 
 
 class _Request(msgspec.Struct, frozen=True):
@@ -38,11 +44,20 @@ class _Request(msgspec.Struct, frozen=True):
     lora_path: str = ""
     """Name of a served LoRA adapter; empty for the base model. SGLang uses this name for the field."""
     priority: int = 0
+    top_logprobs_num: int = 0
+    stream: bool = False
 
 
 class _Candidate(msgspec.Struct, frozen=True):
     token_id: int
     logprob: float
+    top_logprobs: list[_Candidate] = []
+
+    def most_probable(self, num_tokens: int) -> list[_Entry]:
+        """Return the most probable tokens. vLLM's list has the sampled token first, also if it is not one of them."""
+        found = [(each.logprob, each.token_id, None) for each in self.top_logprobs]
+        possible = [each for each in found if each[0] > IMPOSSIBLE]
+        return sorted(possible, key=lambda each: -each[0])[:num_tokens]
 
 
 class _Logprobs(msgspec.Struct, frozen=True):
@@ -50,6 +65,17 @@ class _Logprobs(msgspec.Struct, frozen=True):
 
     content: list[_Candidate] | None = None
     token_logprobs: list[float] = []
+    top_logprobs: list[dict[str, float] | None] | None = None
+
+    def candidates(self, tokens: Sequence[int]) -> list[_Candidate]:
+        """Return the log-probabilities of generated tokens in the form of `content`."""
+        if self.content is not None:
+            return self.content
+        tops = self.top_logprobs or [None] * len(tokens)
+        return [
+            _Candidate(token, logprob, [_named_token(*each) for each in (top or {}).items()])
+            for token, logprob, top in zip(tokens, self.token_logprobs, tops, strict=False)
+        ]
 
 
 class _Choice(msgspec.Struct, frozen=True):
@@ -59,12 +85,17 @@ class _Choice(msgspec.Struct, frozen=True):
     weight_versions: list[dict[str, Any]] | None = None
 
 
+def _named_token(name: str, logprob: float) -> _Candidate:
+    """Return a token of `/v1/completions`, which has the name `token_id:ID`."""
+    return _Candidate(int(name.removeprefix("token_id:")), logprob)
+
+
 class _Noted(msgspec.Struct, frozen=True):
     weight_versions: list[dict[str, Any]] | None = None
 
 
 class _Answer(msgspec.Struct, frozen=True):
-    choices: list[_Choice]
+    choices: list[_Choice] = []
     kv_transfer_params: _Noted | None = None
 
 
@@ -81,14 +112,13 @@ class GenerateRoute:
         """Convert a request of `/generate` into a request of vLLM's route."""
         # vLLM finds stop texts only in detokenized answers.
         sampling = {**_sampling(request), "detokenize": bool(request.sampling_params.stop)}
-        return {"token_ids": request.input_ids, "sampling_params": sampling, **_named(request)}
+        inner = {"token_ids": request.input_ids, "sampling_params": sampling, **_named(request)}
+        return {**inner, "stream": True} if request.stream else inner
 
-    def to_outer(self, body: bytes) -> dict[str, object]:
-        """Convert the response of vLLM's route into a response of `/generate`."""
+    def to_outer(self, body: bytes, num_top: int) -> dict[str, object]:
+        """Convert the response of vLLM's route into a response of `/generate` with `num_top` tokens at each place."""
         choice = msgspec.json.decode(body, type=_Answer).choices[0]
-        content = choice.logprobs.content if choice.logprobs is not None else None
-        logprobs = [(each.logprob, each.token_id) for each in content or []]
-        return _outer(choice, choice.token_ids or [], logprobs, choice.weight_versions)
+        return _outer(choice, choice.token_ids or [], choice.weight_versions, num_top)
 
     async def __call__(self, scope: Message, receive: Receive, send: Send) -> None:
         """Serve one request, or pass it on to vLLM's application if it is not for `/generate`."""
@@ -112,15 +142,26 @@ class GenerateRoute:
         headers.append((b"content-length", str(len(body)).encode()))
         path = scope.get("root_path", "") + self.path
         inner = {**scope, "path": path, "raw_path": path.encode(), "headers": headers}
-        status, found = 500, b""
+        status, found, events = 500, b"", None
+        num_top = request.top_logprobs_num
 
         async def collect(message: Message) -> None:
-            nonlocal status, found
-            status, found = message.get("status", status), found + message.get("body", b"")
+            nonlocal status, found, events
+            status = message.get("status", status)
+            if _is_stream(message):
+                events = _Events(num_top)
+                await send({"type": message["type"], "status": status, "headers": _STREAM_HEADERS})
+            elif events is not None:
+                new = b"".join(events.of(message.get("body", b"")))
+                await send({**message, "body": new})
+            else:
+                found += message.get("body", b"")
 
         await self._app(inner, _replay(body, receive), collect)
+        if events is not None:
+            return
         if status == HTTPStatus.OK:
-            found = msgspec.json.encode(self.to_outer(found))
+            found = msgspec.json.encode(self.to_outer(found, num_top))
         await answer(send, status, found)
 
 
@@ -139,16 +180,55 @@ class CompletionsRoute(GenerateRoute):
         tokens = {"return_token_ids": True, "return_tokens_as_token_ids": True}
         return {"prompt": request.input_ids, **tokens, **_sampling(request), **_named(request)}
 
-    def to_outer(self, body: bytes) -> dict[str, object]:
+    def to_outer(self, body: bytes, num_top: int) -> dict[str, object]:
         """Return the response to `POST /generate` from vLLM's response."""
         found = msgspec.json.decode(body, type=_Answer)
         choice, noted = found.choices[0], found.kv_transfer_params
         versions = noted.weight_versions if noted is not None else None
         if choice.finish_reason == ABORT and versions is None:
-            return _outer(choice, [], [], None)
+            return _outer(choice, [], None, num_top)
+        return _outer(choice, choice.token_ids or [], versions, num_top)
+
+
+_STREAM_HEADERS = [(b"content-type", b"text/event-stream"), (b"cache-control", b"no-cache")]
+
+
+def _is_stream(message: Message) -> bool:
+    """Return whether an ASGI message begins a response of server-sent events."""
+    if message["type"] != "http.response.start" or message["status"] != HTTPStatus.OK:
+        return False
+    kind = dict(message.get("headers", ())).get(b"content-type", b"")
+    return bool(kind.startswith(b"text/event-stream"))
+
+
+@final
+class _Events:
+    """Conversion of the events of one answer of vLLM. Each event has the tokens since the last one."""
+
+    def __init__(self, num_top: int) -> None:
+        self._num_top, self._num_tokens, self._rest = num_top, 0, b""
+
+    def of(self, body: bytes) -> Iterator[bytes]:
+        """Yield the events that `body`, the next part of vLLM's response, completes."""
+        *lines, self._rest = (self._rest + body).split(b"\n")
+        for line in lines:
+            if line.startswith(b"data: "):
+                yield b"data: " + self._converted(line.removeprefix(b"data: ")) + b"\n\n"
+
+    def _converted(self, data: bytes) -> bytes:
+        """Return the data of an event in the form of `/generate`."""
+        # An event of another kind: an error, or the end.
+        choices = msgspec.json.decode(data, type=_Answer).choices if data[:1] == b"{" else []
+        if not choices:
+            return data
+        (choice,) = choices
         tokens = choice.token_ids or []
-        logprobs = choice.logprobs.token_logprobs if choice.logprobs is not None else []
-        return _outer(choice, tokens, [*zip(logprobs, tokens, strict=False)], versions)
+        self._num_tokens += len(tokens)
+        outer = _outer(choice, tokens, choice.weight_versions, self._num_top)
+        meta: dict[str, object] = {**outer["meta_info"], "completion_tokens": self._num_tokens}
+        if choice.finish_reason is None:
+            meta["finish_reason"] = None
+        return msgspec.json.encode({**outer, "meta_info": meta})
 
 
 def _replay(body: bytes, receive: Receive) -> Receive:
@@ -210,8 +290,9 @@ def _sampling(request: _Request) -> dict[str, object]:
         "presence_penalty": sampling.presence_penalty,
         "stop_token_ids": sampling.stop_token_ids,
         "ignore_eos": sampling.ignore_eos,
-        # 0: vLLM returns the log-probability of the sampled token, and of no other token.
-        "logprobs": 0,
+        # 0: vLLM returns the log-probability of the sampled token, and of no other token. Otherwise its list begins with
+        # the sampled token, so that the most probable tokens need one more.
+        "logprobs": request.top_logprobs_num + 1 if request.top_logprobs_num else 0,
     }
 
 
@@ -225,13 +306,16 @@ def _named(request: _Request) -> dict[str, object]:
 
 
 def _outer(
-    choice: _Choice, tokens: Sequence[int], logprobs: Sequence[tuple[float, int]], versions: object
-) -> dict[str, object]:
-    """Return the response of `/generate`. `logprobs` has pairs (log-probability, token); `versions` may be None."""
-    meta = {
+    choice: _Choice, tokens: Sequence[int], versions: object, num_top: int
+) -> dict[str, Any]:
+    """Return the response of `/generate` with these tokens. `versions` may be None."""
+    given = choice.logprobs.candidates(tokens) if choice.logprobs is not None and tokens else []
+    meta: dict[str, object] = {
         "finish_reason": {"type": choice.finish_reason or "stop"},
         "completion_tokens": len(tokens),
-        "output_token_logprobs": [[logprob, token, None] for logprob, token in logprobs],
+        "output_token_logprobs": [[each.logprob, each.token_id, None] for each in given],
         "weight_versions": versions,
     }
+    if num_top:
+        meta["output_top_logprobs"] = [each.most_probable(num_top) for each in given]
     return {"output_ids": tokens, "meta_info": meta}

@@ -1,10 +1,13 @@
-"""Two settings of a vLLM server for rollouts: the seed, and the log-probabilities to return.
+"""Settings of a vLLM server for rollouts: the seed, and the log-probabilities to return.
 
 vLLM's default seed is 0, so that two servers would sample the same tokens for the same request. By default vLLM
 returns log-probabilities of the model's own distribution (`--logprobs-mode raw_logprobs`), which differs from the sampled
 distribution if temperature, `top_p` or `top_k` are set.
 
-`set_defaults` changes both defaults for a server with our weight-transfer backend. A value that the user passes takes
+vLLM returns at most 20 log-probabilities per token. The answer has that of the sampled token first, so the 20 most probable
+tokens of OpenAI's API need one more.
+
+`set_defaults` changes these defaults for a server with our weight-transfer backend. A value that the user passes takes
 precedence.
 """
 
@@ -21,7 +24,9 @@ from windlass.engines.options import options_of
 
 PROCESSED = "processed_logprobs"
 """Value of `--logprobs-mode` for log-probabilities of the sampled distribution."""
-_SEED, _LOGPROBS_MODE = "--seed", "--logprobs-mode"
+_SEED, _LOGPROBS_MODE, _MAX_LOGPROBS = "--seed", "--logprobs-mode", "--max-logprobs"
+_NUM_LOGPROBS = 21
+"""Default of `--max-logprobs`."""
 _BITS = 31
 """Number of bits of a seed; numpy accepts at most 32."""
 _ONE_PROCESS_PER_RANK = "external_launcher"
@@ -39,10 +44,12 @@ def new_seed(meeting_place: str = "") -> int:
 
 
 def set_defaults(args: Any) -> None:
-    """Set the default seed and log-probabilities mode in vLLM's `EngineArgs` of a server that has our backend."""
+    """Set the defaults of the seed and of log-probabilities in vLLM's `EngineArgs` of a server that has our backend."""
     defaults = type(args)
     if args.logprobs_mode == defaults.logprobs_mode and not _is_given(_LOGPROBS_MODE):
         args.logprobs_mode = PROCESSED
+    if args.max_logprobs == defaults.max_logprobs and not _is_given(_MAX_LOGPROBS):
+        args.max_logprobs = _NUM_LOGPROBS
     if args.seed == defaults.seed and not _is_given(_SEED) and _has_one_process(args):
         args.seed = new_seed(_meeting_place(args))
 

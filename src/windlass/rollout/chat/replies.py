@@ -11,8 +11,8 @@ from typing import Any
 
 import msgspec
 
+from windlass.rollout.chat.deltas import Choice, Delta, Token
 from windlass.rollout.chat.messages import Message
-from windlass.rollout.chat.session import Choice
 
 DONE = b"data: [DONE]\n\n"
 """Last event of a stream of completions."""
@@ -64,7 +64,7 @@ class ChatReply:
                 {
                     "index": index,
                     "message": self._message(choice.message),
-                    "logprobs": self._logprobs(choice),
+                    "logprobs": self._logprobs(choice.tokens),
                     "finish_reason": choice.finish_reason,
                 }
                 for index, choice in enumerate(self.choices)
@@ -72,15 +72,19 @@ class ChatReply:
             "usage": _usage_body(self.choices),
         }
 
-    def events(self) -> Iterator[bytes]:
-        """Yield the answer as server-sent events."""
+    def delta(self, new: Delta) -> Iterator[bytes]:
+        """Yield a new part of an answer as events."""
+        if new.is_first:
+            yield self._chunk(new.index, {"role": "assistant", "content": ""})
+        if new.reasoning:
+            yield self._chunk(new.index, {"reasoning_content": new.reasoning})
+        if new.content or new.tokens:
+            content = {"content": new.content} if new.content else {}
+            yield self._chunk(new.index, content, logprobs=self._logprobs(new.tokens))
+
+    def ending(self) -> Iterator[bytes]:
+        """Yield the events after all parts of the answers."""
         for index, choice in enumerate(self.choices):
-            yield self._chunk(index, {"role": "assistant", "content": ""})
-            if choice.message.reasoning:
-                yield self._chunk(index, {"reasoning_content": choice.message.reasoning})
-            if choice.message.content:
-                logprobs = self._logprobs(choice)
-                yield self._chunk(index, {"content": choice.message.content}, logprobs=logprobs)
             for number, call in enumerate(self._calls(choice.message)):
                 yield self._chunk(index, {"tool_calls": [{"index": number, **call}]})
             yield self._chunk(index, {}, finish_reason=choice.finish_reason)
@@ -88,6 +92,20 @@ class ChatReply:
             usage = _usage_body(self.choices)
             yield event({**self._head("chat.completion.chunk"), "choices": [], "usage": usage})
         yield DONE
+
+    def events(self) -> Iterator[bytes]:
+        """Yield the whole answers as server-sent events."""
+        for index, choice in enumerate(self.choices):
+            message = choice.message
+            yield from self.delta(
+                Delta(
+                    index,
+                    reasoning=message.reasoning,
+                    content=message.content,
+                    tokens=choice.tokens,
+                )
+            )
+        yield from self.ending()
 
     def _head(self, kind: str) -> dict[str, Any]:
         """Return the fields that the object and all its chunks have. `kind` is the type of the object."""
@@ -136,20 +154,25 @@ class ChatReply:
             for call in message.tool_calls
         ]
 
-    def _logprobs(self, choice: Choice) -> dict[str, Any] | None:
-        """Return the log-probability of each generated token, or None if the request does not ask for them."""
-        if not self.logprobs:
-            return None
-        content = [
-            {
-                "token": token,
-                "logprob": logprob,
-                "bytes": list(token.encode()),
-                "top_logprobs": [],
-            }
-            for token, logprob in zip(choice.tokens, choice.turn.output.logprobs, strict=True)
-        ]
-        return {"content": content, "refusal": None}
+    def _logprobs(self, tokens: Sequence[Token]) -> dict[str, Any] | None:
+        """Return the log-probabilities of tokens, or None if the request does not ask for them."""
+        return {"content": _logprobs(tokens), "refusal": None} if self.logprobs else None
+
+
+def _logprobs(tokens: Sequence[Token]) -> list[dict[str, Any]]:
+    """Return log-probabilities in the form of chat completions and responses."""
+    return [
+        {
+            **_logprob(token.text, token.logprob),
+            "top_logprobs": [_logprob(*other) for other in token.top],
+        }
+        for token in tokens
+    ]
+
+
+def _logprob(text: str, logprob: float) -> dict[str, Any]:
+    """Return the text of a token in JSON, with its bytes and its log-probability."""
+    return {"token": text, "logprob": logprob, "bytes": list(text.encode())}
 
 
 @dataclass(frozen=True, slots=True)
@@ -164,17 +187,36 @@ class CompletionReply:
     created: int = field(default_factory=_now)
 
     def body(self) -> Mapping[str, Any]:
-        """Return the answer as one object."""
-        choices = [self._choice(index, choice) for index, choice in enumerate(self.choices)]
+        choices = [
+            self._part(self._whole(index, choice), choice.finish_reason)
+            for index, choice in enumerate(self.choices)
+        ]
         return {**self._head(), "choices": choices, "usage": _usage_body(self.choices)}
 
-    def events(self) -> Iterator[bytes]:
-        """Yield the answer as server-sent events."""
+    def delta(self, new: Delta) -> Iterator[bytes]:
+        """Yield a new part of an answer as events."""
+        if new.content or new.tokens:
+            yield event({**self._head(), "choices": [self._part(new)]})
+
+    def ending(self) -> Iterator[bytes]:
+        """Yield the events after all parts of the answers."""
         for index, choice in enumerate(self.choices):
-            yield event({**self._head(), "choices": [self._choice(index, choice)]})
+            part = self._part(Delta(index), choice.finish_reason)
+            yield event({**self._head(), "choices": [{**part, "logprobs": None}]})
         if self.include_usage:
             yield event({**self._head(), "choices": [], "usage": _usage_body(self.choices)})
         yield DONE
+
+    def events(self) -> Iterator[bytes]:
+        """Yield the whole answers as server-sent events."""
+        for index, choice in enumerate(self.choices):
+            yield from self.delta(self._whole(index, choice))
+        yield from self.ending()
+
+    @staticmethod
+    def _whole(index: int, choice: Choice) -> Delta:
+        """Return a whole answer as one part."""
+        return Delta(index, content=choice.text, tokens=choice.tokens)
 
     def _head(self) -> dict[str, Any]:
         """Return the fields that the object and all its chunks have."""
@@ -185,19 +227,22 @@ class CompletionReply:
             "model": self.model,
         }
 
-    def _choice(self, index: int, choice: Choice) -> dict[str, Any]:
-        """Return an answer in OpenAI's format, with its position among the answers."""
+    def _part(self, new: Delta, finish_reason: str | None = None) -> dict[str, Any]:
+        """Return a part of an answer in OpenAI's format, with the answer's position among the answers."""
+        lengths = (len(token.text) for token in new.tokens)
+        has_top = any(token.top for token in new.tokens)
         logprobs = {
-            "tokens": choice.tokens,
-            "token_logprobs": choice.turn.output.logprobs,
-            "top_logprobs": None,
-            "text_offset": [*accumulate(map(len, choice.tokens), initial=0)][:-1],
+            "tokens": [token.text for token in new.tokens],
+            "token_logprobs": [token.logprob for token in new.tokens],
+            # The most probable of several tokens with the same text comes last, so it remains.
+            "top_logprobs": [dict(reversed(t.top)) for t in new.tokens] if has_top else None,
+            "text_offset": [*accumulate(lengths, initial=new.text_offset)][:-1],
         }
         return {
-            "index": index,
-            "text": choice.text,
+            "index": new.index,
+            "text": new.content,
             "logprobs": logprobs if self.logprobs else None,
-            "finish_reason": choice.finish_reason,
+            "finish_reason": finish_reason,
         }
 
 
@@ -272,7 +317,7 @@ class ResponseReply:
                 "type": "output_text",
                 "text": message.content,
                 "annotations": [],
-                "logprobs": [],
+                "logprobs": _logprobs(self.choice.tokens),
             }
             items.append(
                 {
@@ -312,9 +357,9 @@ class ResponseReply:
         if item["type"] == "message":
             (part,) = item["content"]
             place["content_index"] = 0
-            added = {**part, "text": ""}
+            added = {**part, "text": "", "logprobs": []}
             yield {"type": "response.content_part.added", **place, "part": added}
-            kind, logprobs = "response.output_text", list[object]()
+            kind, logprobs = "response.output_text", part["logprobs"]
             yield {"type": f"{kind}.delta", **place, "delta": part["text"], "logprobs": logprobs}
             yield {"type": f"{kind}.done", **place, "text": part["text"], "logprobs": logprobs}
             yield {"type": "response.content_part.done", **place, "part": part}

@@ -22,6 +22,10 @@ MAX_TOOLS = 1024
 """Largest number of tools in a request."""
 MAX_CHOICES = 16
 """Largest number of answers to a request."""
+MAX_TOP = 20
+"""Largest number of most probable tokens at each place, as in OpenAI's API."""
+OUTPUT_LOGPROBS = "message.output_text.logprobs"
+"""Entry in `include` of a response that asks for log-probabilities."""
 
 Role = Literal["system", "developer", "user", "assistant", "tool"]
 
@@ -133,7 +137,6 @@ class CommonRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     prompt_cache_key: str | None = None
     prompt_cache_retention: str | None = None
     parallel_tool_calls: bool | None = None
-    # Accepted only with values of no effect.
     top_logprobs: int | None = None
 
 
@@ -225,6 +228,7 @@ class Call:
         num_choices: number of answers.
         forced: whether the answer must be one tool call as JSON.
         logprobs: whether the reply contains the log-probability of each token.
+        num_top: number of most probable tokens at each place whose log-probabilities the reply contains.
         new_messages: for `/v1/responses`: the input of this request, after the messages of the responses that it
             continues, without instructions. A later response may continue them.
     """
@@ -237,6 +241,7 @@ class Call:
     num_choices: int = 1
     forced: bool = False
     logprobs: bool = False
+    num_top: int = 0
     new_messages: tuple[Message, ...] = ()
 
 
@@ -277,11 +282,6 @@ class Policy:
         Raises:
             ConfigError: a value is invalid, or the endpoint cannot apply it.
         """
-        if request.top_logprobs:
-            raise ConfigError(
-                f"top_logprobs: must be left out, got {request.top_logprobs}; engines return the logprob of the "
-                "generated token alone"
-            )
         for name in () if self.request_sampling else _DECIDED:
             if value := getattr(request, name):
                 raise ConfigError(
@@ -329,6 +329,7 @@ def chat_call(request: ChatRequest, policy: Policy) -> Call:
             num_choices=1 if request.n is None else request.n,
             forced=call_schema is not None,
             logprobs=bool(request.logprobs),
+            num_top=_num_top(request, logprobs=bool(request.logprobs)),
         )
     )
 
@@ -344,6 +345,7 @@ def completion_call(request: CompletionRequest, policy: Policy) -> Call:
             prompt=prompt,
             num_choices=1 if request.n is None else request.n,
             logprobs=request.logprobs is not None,
+            num_top=_in_range("logprobs", request.logprobs or 0),
         )
     )
 
@@ -374,6 +376,7 @@ def response_call(request: ResponseRequest, policy: Policy, previous: Sequence[M
         max_tokens=request.max_output_tokens,
         schema=call_schema or (text_format.required_schema() if text_format else None),
     )
+    logprobs = OUTPUT_LOGPROBS in (request.include or ())
     return _checked(
         Call(
             (*begin, *previous, *new),
@@ -381,9 +384,28 @@ def response_call(request: ResponseRequest, policy: Policy, previous: Sequence[M
             template=Template(tuple(tools)),
             parses_tools=bool(tools) and request.tool_choice != "none",
             forced=call_schema is not None,
+            logprobs=logprobs,
+            num_top=_num_top(request, logprobs=logprobs),
             new_messages=(*previous, *new),
         )
     )
+
+
+def _num_top(request: CommonRequest, *, logprobs: bool) -> int:
+    """Return `top_logprobs` of a request; raise `ConfigError` if the request does not ask for log-probabilities."""
+    if request.top_logprobs and not logprobs:
+        raise ConfigError(
+            f"top_logprobs: must be left out without logprobs, got {request.top_logprobs}; add logprobs=true (chat "
+            f"completions) or include={[OUTPUT_LOGPROBS]} (responses)"
+        )
+    return _in_range("top_logprobs", request.top_logprobs or 0)
+
+
+def _in_range(name: str, num_top: int) -> int:
+    """Return `num_top`; raise `ConfigError` if it is negative or above `MAX_TOP`."""
+    if not 0 <= num_top <= MAX_TOP:
+        raise ConfigError(f"{name}: must be in [0, {MAX_TOP}], got {num_top}")
+    return num_top
 
 
 def _checked(call: Call) -> Call:

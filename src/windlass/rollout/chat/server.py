@@ -8,7 +8,8 @@ import hashlib
 import hmac
 import logging
 from collections import OrderedDict
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Sequence
+from dataclasses import replace
 from typing import TypeVar, final
 
 import msgspec
@@ -21,6 +22,7 @@ from windlass.net.addresses import listen, published_host, url_of
 from windlass.net.listener import NO_ROOM, Listener, request_log
 from windlass.net.sockets import raise_file_limit
 from windlass.net.tls import server_context
+from windlass.rollout.chat.deltas import Choice, Delta
 from windlass.rollout.chat.errors import ApiError
 from windlass.rollout.chat.messages import Message
 from windlass.rollout.chat.replies import ChatReply, CompletionReply, ResponseReply, event
@@ -37,7 +39,6 @@ from windlass.rollout.chat.requests import (
 )
 from windlass.rollout.chat.session import (
     ChatSession,
-    Choice,
     Generator,
     Limits,
     Reply,
@@ -59,7 +60,11 @@ MAX_ENDED = 4096
 """Number of ended sessions for which an agent may repeat the request that set the reward."""
 MODEL = "policy"
 """Model name in the answers to requests that name no model."""
+END = b""
+"""Mark in a stream's queue: the reply is complete, or has failed."""
 
+Send = Callable[[bytes], None]
+"""Function that sends a server-sent event."""
 T = TypeVar("T", bound=CommonRequest)
 C = TypeVar("C", ChatRequest, CompletionRequest)
 
@@ -151,7 +156,7 @@ class ChatServer:
             context,
             f"{self._url}/v1",
             text,
-            parser_of(self.settings.tool_format),
+            self.settings.tool_format,
             request_sampling=request_sampling,
             limits=Limits(self.settings.max_context, self.settings.max_requests),
         )
@@ -296,7 +301,7 @@ class ChatServer:
         http: web.Request,
         kind: type[C],
         call_of: Callable[[C, Policy], Call],
-        reply_of: Callable[[str, Sequence[Choice], bool, bool], Reply],
+        reply_of: Callable[[str, Sequence[Choice], bool, bool], ChatReply | CompletionReply],
     ) -> web.StreamResponse:
         """Answer a request for chat completions or completions.
 
@@ -309,11 +314,18 @@ class ChatServer:
         """
         session = self._session_of(http)
 
-        async def reply(request: C) -> Reply:
+        async def reply(request: C, send: Send | None) -> Reply:
             call = call_of(request, session.policy)
-            choices = await session.answer(call)
             usage = request.stream_options is not None and request.stream_options.include_usage
-            return reply_of(request.model or MODEL, choices, call.logprobs, usage)
+            begun = reply_of(request.model or MODEL, (), call.logprobs, usage)
+
+            def show(new: Delta) -> None:
+                _send_all(send, begun.delta(new))
+
+            choices = await session.answer(call, show if send is not None else None)
+            made = replace(begun, choices=choices)
+            _send_all(send, made.ending())
+            return made
 
         return await self._serve(http, kind, reply)
 
@@ -321,7 +333,7 @@ class ChatServer:
         """Answer `POST /v1/responses`, and store the messages of the reply, so that a later request can continue it."""
         session = self._session_of(http)
 
-        async def reply(request: ResponseRequest) -> Reply:
+        async def reply(request: ResponseRequest, send: Send | None) -> Reply:
             previous: tuple[Message, ...] = ()
             if name := request.previous_response_id:
                 if name not in session.responses:
@@ -331,6 +343,7 @@ class ChatServer:
             (choice,) = await session.answer(call)
             made = ResponseReply(request.model or MODEL, choice, _echoed(request, call))
             session.responses[made.reply_id] = (*call.new_messages, choice.message)
+            _send_all(send, made.events())
             return made
 
         return await self._serve(http, ResponseRequest, reply)
@@ -339,11 +352,12 @@ class ChatServer:
         self,
         http: web.Request,
         kind: type[T],
-        reply_to: Callable[[T], Awaitable[Reply]],
+        reply_to: Callable[[T, Send | None], Awaitable[Reply]],
     ) -> web.StreamResponse:
         """Read a request, get its reply from `reply_to`, and send the reply as one object or as a stream.
 
-        A repetition of an earlier request gets the earlier reply, if the session still has it.
+        `reply_to` sends the events of a stream itself. A repetition of an earlier request gets the earlier reply, if the
+        session still has it.
         """
         session = self._session_of(http)
         with session.request():
@@ -353,14 +367,18 @@ class ChatServer:
             request = msgspec.json.decode(body, type=kind)
             known = session.kept_reply(key) if repeated else None
 
-            async def replied() -> Reply:
-                reply = known if known is not None else await reply_to(request)
+            async def replied(send: Send | None) -> Reply:
+                if known is None:
+                    reply = await reply_to(request, send)
+                else:
+                    reply = known
+                    _send_all(send, known.events())
                 session.keep_reply(key, reply)
                 return reply
 
             if request.stream:
-                return await _stream(http, replied())
-            return _json((await replied()).body())
+                return await _stream(http, replied)
+            return _json((await replied(None)).body())
 
     async def _models(self, http: web.Request) -> web.StreamResponse:
         """Answer `GET /v1/models` with the model `MODEL`, and `GET /v1/models/{name}` with a model of any name."""
@@ -476,35 +494,57 @@ def _repetition(http: web.Request, body: bytes) -> tuple[bytes, bool]:
     return digest.digest(), bool(name) or count not in {"", "0"}
 
 
-async def _stream(http: web.Request, reply: Awaitable[Reply]) -> web.StreamResponse:
-    """Send a reply as server-sent events.
+def _send_all(send: Send | None, events: Iterable[bytes]) -> None:
+    """Send events, if the request asks for a stream."""
+    if send is not None:
+        for each in events:
+            send(each)
 
-    The stream begins when the answer is complete, or after `STREAM_PING_S`. Errors before this time have an HTTP status.
+
+async def _stream(
+    http: web.Request, reply: Callable[[Send | None], Awaitable[Reply]]
+) -> web.StreamResponse:
+    """Send a reply as server-sent events, while `reply` makes them.
+
+    The stream begins with the first event, or after `STREAM_PING_S`. Errors before this time have an HTTP status. If the
+    client disconnects, cancel `reply`, which ends the engine's generation.
     """
-    job = asyncio.ensure_future(reply)
+    parts = asyncio.Queue[bytes]()
+    job = asyncio.ensure_future(reply(parts.put_nowait))
+    job.add_done_callback(lambda _: parts.put_nowait(END))
     stream = web.StreamResponse(
         headers={"Content-Type": "text/event-stream", "Cache-Control": "no-cache"}
     )
     try:
-        while not (await asyncio.wait({job}, timeout=STREAM_PING_S))[0]:
+        while True:
+            try:
+                async with asyncio.timeout(STREAM_PING_S):
+                    part = await parts.get()
+            except TimeoutError:
+                part = b": the engine generates\n\n"
+            is_last = part is END
+            if is_last:
+                part = _last_event(job, has_begun=stream.prepared)
             if not stream.prepared:
                 await stream.prepare(http)
-            await stream.write(b": the engine generates\n\n")
-        try:
-            parts = list(job.result().events())
-        except (ApiError, ConfigError) as error:
-            if not stream.prepared:
-                raise
-            refusal = error if isinstance(error, ApiError) else ApiError(400, str(error), "invalid")
-            parts = [event(refusal.body())]
-        if not stream.prepared:
-            await stream.prepare(http)
-        for part in parts:
             await stream.write(part)
-        await stream.write_eof()
-        return stream
+            if is_last:
+                await stream.write_eof()
+                return stream
     finally:
         job.cancel()
+
+
+def _last_event(job: asyncio.Future[Reply], *, has_begun: bool) -> bytes:
+    """Return an event with the error of a stream; `END` if it has none. Raise an error before the begin of the stream."""
+    try:
+        job.result()
+    except (ApiError, ConfigError) as error:
+        if not has_begun:
+            raise
+        refusal = error if isinstance(error, ApiError) else ApiError(400, str(error), "invalid")
+        return event(refusal.body())
+    return END
 
 
 def _echoed(request: ResponseRequest, call: Call) -> dict[str, object]:

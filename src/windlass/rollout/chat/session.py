@@ -7,7 +7,7 @@ import contextlib
 import hmac
 import secrets
 from collections import OrderedDict
-from collections.abc import AsyncIterator, Iterator, Mapping
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, final
 
@@ -16,11 +16,19 @@ import msgspec
 from windlass.errors import ConfigError, RolloutError
 from windlass.net.logs import log_fields
 from windlass.rollout.chat.conversations import Conversations, Prompt
+from windlass.rollout.chat.deltas import Choice, Delta, Showing
 from windlass.rollout.chat.errors import ApiError
 from windlass.rollout.chat.messages import Message, ToolCall
 from windlass.rollout.chat.requests import Call, Policy
-from windlass.rollout.chat.tool_calls import Parser, parse_hermes, split_reasoning
-from windlass.rollout.generate import AttemptError
+from windlass.rollout.chat.tool_calls import (
+    MARKS,
+    THINK,
+    THOUGHT,
+    parse_hermes,
+    parser_of,
+    split_reasoning,
+)
+from windlass.rollout.generate import AttemptError, GeneratedToken, Watch
 from windlass.rollout.messages import ErrorKind, Partial, Turn
 from windlass.rollout.text import TextCodec
 from windlass.sampling import SamplingParams
@@ -30,6 +38,8 @@ MAX_REQUESTS = 32
 MAX_SESSION_TOKENS = 8 << 20
 """Largest number of tokens of all prompts and answers of a session. A worker can deliver the outcome of an attempt with
 this number of tokens, see `worker.MAX_OUTCOME_NBYTES`."""
+NUM_LAST_TOKENS = 16
+"""Number of last tokens of a prompt that the session searches for the beginning of the model's reasoning."""
 KEPT_ANSWERS = 64
 """Number of newest answers that a session keeps, so that a client that repeats a request gets the same answer."""
 
@@ -53,31 +63,14 @@ class Generator(Protocol):
     def turns(self) -> list[Turn]: ...
 
     async def generate(
-        self, prompt_ids: tuple[int, ...], sampling: SamplingParams | None = None
+        self,
+        prompt_ids: tuple[int, ...],
+        sampling: SamplingParams | None = None,
+        *,
+        watch: Watch | None = None,
     ) -> Turn:
         """Generate one answer; see `WorkflowContext.generate`."""
         ...
-
-
-@dataclass(frozen=True, slots=True)
-class Choice:
-    """One answer of the engine.
-
-    Attributes:
-        turn: prompt and output as token ids.
-        whole_text: generated text without special tokens.
-        text: generated text without stop texts and special tokens.
-        message: the answer as a message of the conversation.
-        finish_reason: OpenAI's reason (`stop`, `length`, `tool_calls`).
-        tokens: text of each generated token, if the request asks for log-probabilities.
-    """
-
-    turn: Turn
-    whole_text: str
-    text: str
-    message: Message
-    finish_reason: str
-    tokens: tuple[str, ...] = ()
 
 
 class Reply(Protocol):
@@ -90,6 +83,40 @@ class Reply(Protocol):
     def events(self) -> Iterator[bytes]:
         """Yield the answer as server-sent events."""
         ...
+
+
+@final
+class _Watched:
+    """Tokens of one answer while the engine generates it."""
+
+    def __init__(self, showing: Showing) -> None:
+        self.showing = showing
+        self.tokens: list[GeneratedToken] = []
+        self._has_new = asyncio.Event()
+
+    def watch(self, call: Call, *, streams: bool) -> Watch | None:
+        """Return the `Watch` of the engine's call; None if the request needs only the finished answer."""
+        if not streams and not call.logprobs:
+            return None
+        return Watch(self._add, streams, call.num_top)
+
+    def _add(self, new: Sequence[GeneratedToken]) -> None:
+        """Keep new tokens, and wake `show`."""
+        self.tokens += new
+        self._has_new.set()
+
+    async def show(self, generating: asyncio.Task[Turn], on_delta: Callable[[Delta], None]) -> None:
+        """Call `on_delta` with each new part until the generation has ended."""
+        generating.add_done_callback(lambda _: self._has_new.set())
+        num_shown = 0
+        while not generating.done():
+            await self._has_new.wait()
+            self._has_new.clear()
+            if new := self.tokens[num_shown:]:
+                num_shown += len(new)
+                # In a thread: the tokenizer has a lock, which a long prompt may hold.
+                if (delta := await asyncio.to_thread(self.showing.more, new)) is not None:
+                    on_delta(delta)
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,7 +164,7 @@ class ChatSession:
         context: Generator,
         base_url: str,
         text: TextCodec,
-        parser: Parser,
+        tool_format: str,
         *,
         request_sampling: bool,
         limits: Limits,
@@ -153,7 +180,8 @@ class ChatSession:
         self.policy = Policy(context.sampling, request_sampling)
         self.responses: dict[str, tuple[Message, ...]] = {}
         self._replies: OrderedDict[bytes, Reply] = OrderedDict()
-        self._context, self._text, self._parser, self._limits = context, text, parser, limits
+        self._context, self._text, self._limits = context, text, limits
+        self._parser, self._marks = parser_of(tool_format), MARKS[tool_format]
         self._conversations = Conversations(text)
         self._num_turns = self._num_tokens = 0
         self._num_requests = 0
@@ -263,18 +291,25 @@ class ChatSession:
             if self._idle is not None and not self._num_requests and not self._idle.expired():
                 self._idle.reschedule(asyncio.get_running_loop().time() + self._idle_s)
 
-    async def answer(self, call: Call) -> list[Choice]:
+    async def answer(
+        self, call: Call, on_delta: Callable[[Delta], None] | None = None
+    ) -> list[Choice]:
         """Generate the answers of a request, and return them in order. Each answer is a turn of the attempt.
 
         Record the answers, so that later prompts can continue them, and count their tokens.
-        A cancelled request leaves no turn, because the agent has not seen its answer.
+        A cancelled request leaves no turn, because the agent has not seen its whole answer.
+
+        Args:
+            call: request.
+            on_delta: function that gets the parts of the answers while the engine generates them, and the last part of
+                each answer after its turn is recorded; None if the agent wants whole answers.
 
         Raises:
             ApiError: the engine refuses the request, the attempt has failed, the session has ended or would have too many
                 tokens, or the prompt is longer than the engine's context.
             ConfigError: the chat template refuses the messages.
         """
-        job = asyncio.create_task(self._answer(call))
+        job = asyncio.create_task(self._answer(call, on_delta))
         self._jobs.add(job)
         job.add_done_callback(self._jobs.discard)
         try:
@@ -285,7 +320,7 @@ class ChatSession:
         finally:
             job.cancel()
 
-    async def _answer(self, call: Call) -> list[Choice]:
+    async def _answer(self, call: Call, on_delta: Callable[[Delta], None] | None) -> list[Choice]:
         """Generate and record the answers, see `answer`. If one fails, remove the turns of all; the error may end the attempt."""
         prompt = await self._prompt(call)
         sampling = self._within_context(call.sampling, len(prompt.ids))
@@ -293,19 +328,39 @@ class ChatSession:
         if self._num_tokens + num_new > MAX_SESSION_TOKENS:
             text = f"a session may have {MAX_SESSION_TOKENS} tokens in all prompts and answers"
             raise ApiError(400, f"{text}, and has {self._num_tokens}", "session_full")
+        is_open = await asyncio.to_thread(self._opens_reasoning, prompt)
+        watched = [
+            _Watched(Showing(self._text, call, index, self._marks, is_open=is_open))
+            for index in range(call.num_choices)
+        ]
         jobs = [
-            asyncio.create_task(self._context.generate(prompt.ids, sampling))
-            for _ in range(call.num_choices)
+            asyncio.create_task(
+                self._context.generate(
+                    prompt.ids,
+                    sampling,
+                    watch=each.watch(call, streams=on_delta is not None),
+                )
+            )
+            for each in watched
+        ]
+        shows = [
+            asyncio.create_task(each.show(job, on_delta))
+            for each, job in zip(watched, jobs, strict=True)
+            if on_delta is not None
         ]
         try:
             turns = await asyncio.gather(*jobs)
+            await asyncio.gather(*shows)
             # In a thread: the tokenizer has a lock, which a long prompt may hold.
-            found = [await asyncio.to_thread(self._choice, call, turn) for turn in turns]
+            found = [
+                await asyncio.to_thread(self._choice, call, turn, each, is_open=is_open)
+                for turn, each in zip(turns, watched, strict=True)
+            ]
             self.check_open()
         except BaseException as error:
-            for job in jobs:
+            for job in (*jobs, *shows):
                 job.cancel()
-            for ended in await asyncio.gather(*jobs, return_exceptions=True):
+            for ended in await asyncio.gather(*jobs, *shows, return_exceptions=True):
                 if isinstance(ended, Turn):
                     # No agent has seen this answer.
                     self._replace(ended)
@@ -318,9 +373,15 @@ class ChatSession:
             self.branches.append(Branch(self._num_turns, prompt.branch))
         self._num_turns += len(turns)
         self._num_tokens += sum(len(t.prompt_ids) + len(t.output.output_ids) for t in turns)
-        for choice in found:
+        for choice, each in zip(found, watched, strict=True):
             self._record(call, prompt, choice)
+            if on_delta is not None:
+                on_delta(each.showing.rest(choice))
         return found
+
+    def _opens_reasoning(self, prompt: Prompt) -> bool:
+        """Return whether a prompt ends with the beginning of the model's reasoning."""
+        return self._text.decode(prompt.ids[-NUM_LAST_TOKENS:]).rstrip().endswith(THINK)
 
     def _record(self, call: Call, prompt: Prompt, choice: Choice) -> None:
         """Add the text of an answer to its turn, and record the answer, so that later prompts can continue it."""
@@ -381,18 +442,21 @@ class ChatSession:
             self._guard.reschedule(asyncio.get_running_loop().time())
         return ApiError(503, f"the rollout's attempt has failed: {error}", "attempt_failed")
 
-    def _choice(self, call: Call, turn: Turn) -> Choice:
+    def _choice(self, call: Call, turn: Turn, watched: _Watched, *, is_open: bool) -> Choice:
         """Decode an answer, cut it before the first stop text, and separate its reasoning and its tool calls."""
         ids = turn.output.output_ids
         text = whole = self._text.decode(ids)
         if turn.finish_reason == "stop":
             at = [text.find(stop) for stop in call.sampling.stop if stop in text]
             text = text[: min(at, default=len(text))]
-        tokens = tuple(self._text.decode([each]) for each in ids) if call.logprobs else ()
+        tokens = watched.showing.tokens_of(watched.tokens) if call.logprobs else ()
         finish = "length" if turn.finish_reason == "length" else "stop"
         if call.prompt is not None:
             return Choice(turn, whole, text, Message("assistant", text), finish, tokens)
-        reasoning, content = split_reasoning(text)
+        if call.sampling.has_structure and THOUGHT not in text:
+            # The engine's guided decoding leaves no reasoning.
+            is_open = False
+        reasoning, content = split_reasoning(text, is_open=is_open)
         calls: list[ToolCall] = []
         if call.forced:
             content, calls = parse_hermes(f"<tool_call>{content}</tool_call>")

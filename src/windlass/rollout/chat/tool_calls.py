@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import secrets
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
 
@@ -152,6 +153,45 @@ PARSERS: Mapping[str, Parser] = MappingProxyType(
 """Name of a format -> its parser."""
 
 
+@dataclass(frozen=True, slots=True)
+class Marks:
+    """Beginnings of a call: at any place of an answer, or only at its start."""
+
+    anywhere: tuple[str, ...] = ()
+    at_start: tuple[str, ...] = ()
+
+
+MARKS: Mapping[str, Marks] = MappingProxyType(
+    {
+        "hermes": Marks(("<tool_call>",)),
+        "llama_json": Marks(at_start=("<|python_tag|>", "{", "[")),
+        "mistral": Marks(("[TOOL_CALLS]",), ("[",)),
+        "qwen3_coder": Marks(("<tool_call>",)),
+    }
+)
+"""Name of a format -> beginnings of its calls."""
+
+
+def text_before(text: str, marks: Iterable[str]) -> str:
+    """Return the text before the first mark. The end of the text counts if it may be the beginning of a mark."""
+    end = len(text)
+    for mark in marks:
+        if (at := text.find(mark)) < 0:
+            lengths = range(min(len(mark) - 1, len(text)), 0, -1)
+            begun = next((length for length in lengths if text.endswith(mark[:length])), 0)
+            at = len(text) - begun
+        end = min(end, at)
+    return text[:end]
+
+
+def text_before_calls(text: str, marks: Marks) -> str:
+    """Return the beginning of an unfinished answer that cannot be part of a call."""
+    begun = text.lstrip()
+    if any(begun.startswith(mark) or mark.startswith(begun) for mark in marks.at_start):
+        return ""
+    return text_before(text, marks.anywhere)
+
+
 def parser_of(name: str) -> Parser:
     """Return the parser of a format.
 
@@ -163,15 +203,24 @@ def parser_of(name: str) -> Parser:
     return PARSERS[name]
 
 
-def split_reasoning(text: str) -> tuple[str, str]:
-    """Divide a text at `</think>`, and return the reasoning and the rest.
+THINK, THOUGHT = "<think>", "</think>"
+"""Tags before and after the reasoning of a model."""
 
-    `<think>` may be missing, because a chat template may have written it into the prompt. With `<think>` alone, the whole
-    text is reasoning. A text without both tags has no reasoning.
+
+def split_reasoning(text: str, *, is_open: bool = False, is_whole: bool = True) -> tuple[str, str]:
+    """Divide an answer at `</think>`, and return the reasoning and the rest.
+
+    Args:
+        text: generated text. Without `<think>` at its start it has no reasoning, unless `is_open`.
+        is_open: whether the prompt ends with `<think>`, as the chat templates of some models do.
+        is_whole: whether the answer is complete. If not, leave out an end that may be the beginning of a tag.
     """
-    before, mark, after = text.partition("</think>")
-    if mark:
-        return before.replace("<think>", "", 1).strip(), after
-    if text.lstrip().startswith("<think>"):
-        return text.replace("<think>", "", 1).strip(), ""
-    return "", text
+    begun = text.lstrip()
+    if not is_whole and THINK.startswith(begun):
+        return "", ""
+    if not is_open and not begun.startswith(THINK):
+        return "", text
+    before, mark, after = begun.removeprefix(THINK).partition(THOUGHT)
+    if not mark and not is_whole:
+        before = text_before(before, (THOUGHT,))
+    return before.strip(), after
