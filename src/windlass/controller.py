@@ -50,6 +50,7 @@ class Controller:
             staleness is unlimited and `DEFAULT_CONCURRENCY` rollouts run at once.
         journal_path: file that records rounds, so that a restarted controller knows the published version.
         rollout_config: limits of rollouts, and the journal of outstanding rollouts.
+        tensor_transport: name or JSON of the transport for large tensors of samples that are made in this process.
 
     Raises:
         ConfigError: the port is in use, or an argument is out of range.
@@ -66,6 +67,7 @@ class Controller:
         staleness: StalenessPolicy | None = None,
         journal_path: Path | None = None,
         rollout_config: RolloutConfig | None = None,
+        tensor_transport: str = "auto",
     ) -> None:
         for what, given, kind in (
             ("config", config, ControlConfig),
@@ -80,7 +82,9 @@ class Controller:
         )
         config = config or ControlConfig()
         self.coordinator = Coordinator(config, journal_path=journal_path)
-        self.batches = BatchQueue(lambda: self.coordinator.fleet.num_trainer_ranks)
+        self.batches = BatchQueue(
+            lambda: self.coordinator.fleet.num_trainer_ranks, transport=tensor_transport
+        )
         self.coordinator.on_update(self._note_update)
         self.coordinator.catch_ups.add_standstill_check(lambda: self.batches.all_wait)
         self.batches.on_wait(self.coordinator.catch_ups.serve_again)

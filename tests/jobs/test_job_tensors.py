@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import signal
 import textwrap
@@ -168,8 +169,20 @@ def twice(last: int) -> list[int]:
     return sorted([*range(1, last + 1)] * 2)
 
 
-def test_a_job_trains_on_tensors_from_the_memory_of_workers(tmp_path: Path) -> None:
-    status, printed = launch(write(tmp_path, steps=3))
+@pytest.mark.parametrize(
+    "transport",
+    [
+        "cma",
+        pytest.param("nixl", marks=pytest.mark.rollouts),
+        pytest.param("mooncake", marks=pytest.mark.rollouts),
+    ],
+)
+def test_a_job_trains_on_tensors_from_the_memory_of_workers(tmp_path: Path, transport: str) -> None:
+    if transport != "cma" and importlib.util.find_spec(transport) is None:
+        pytest.skip(f"{transport} is not installed")
+    job = write(tmp_path, steps=3)
+    job.write_text(job.read_text().replace('transport = "cma"', f'transport = "{transport}"'))
+    status, printed = launch(job)
     assert status == 0, printed
     steps = trained(tmp_path)
     assert numbers(steps) == twice(6)

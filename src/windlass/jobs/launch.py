@@ -326,6 +326,7 @@ class Job:
                 max_resubmits=rollout.max_resubmits,
             ),
             rollout_config=rollout.limits(),
+            tensor_transport=config.transport,
         )
         self._trainers = TrainController(
             scheduler,

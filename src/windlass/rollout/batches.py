@@ -210,16 +210,21 @@ class BatchQueue:
             queue refuses a request with a `world_size` that does not divide this number.
         inline_nbytes: size up to which the elements of a tensor are part of the answer to a rank. The queue holds larger
             tensors of samples, and writes them into the memory of the rank, see `windlass.rollout.held`.
+        transport: name or JSON of the transport for these tensors.
 
     Attributes:
         store: large tensors that a recipe made in this process.
     """
 
     def __init__(
-        self, num_ranks: Callable[[], int] = lambda: 0, *, inline_nbytes: int = INLINE_NBYTES
+        self,
+        num_ranks: Callable[[], int] = lambda: 0,
+        *,
+        inline_nbytes: int = INLINE_NBYTES,
+        transport: str = "auto",
     ) -> None:
         self._inline_nbytes = inline_nbytes
-        self.store = TensorStore(LOCAL_WORKER, uuid.uuid4().hex[:12])
+        self.store = TensorStore(LOCAL_WORKER, uuid.uuid4().hex[:12], transport=transport)
         self._references = References(lambda held: self.store.release([held.key]))
         self._write: WriteWith = _no_workers
         self._confirmations: dict[int, Confirmations] = {}
