@@ -158,7 +158,7 @@ class DiskReceiver:
         """Bind the plan to a shadow copy; return a binding that names the folder, and to which no source writes."""
         refuse_transforms(self._destination.manifest.worker, plan)
         self._destination.bind(plan, shadow=True, staged=False)
-        return self._destination.unwritten(PeerEndpoint("disk", str(self._folder), ""))
+        return self._destination.unaddressed_binding(PeerEndpoint("disk", str(self._folder), ""))
 
     def verify(self, version: int, expected: Mapping[str, str]) -> tuple[str, ...]:
         """Read the boxes of this rank from the files of all sources in `expected`, and compare the digests.

@@ -332,7 +332,7 @@ class CollectiveReceiver:
         self._destination.bind(plan, shadow=mode is UpdateMode.STAGED, staged=False)
         self._source_digests = dict(zip(plan.sources, plan.source_digests, strict=True))
         self._plan_tables = _plan_tables(plan)
-        return self._destination.unwritten(PeerEndpoint("xccl", self._host, ""))
+        return self._destination.unaddressed_binding(PeerEndpoint("xccl", self._host, ""))
 
     def carry_out(self, command: Command, round_id: RoundId) -> Result | None:  # noqa: ARG002
         """Carry out `JoinGroups` or `Receive`, see `join` and `receive`.
@@ -381,7 +381,7 @@ class CollectiveReceiver:
             self._groups[offer.source] = (offer, group)
             loads = loads_of(self._destination.programs[offer.source], offer)
             self._fills[offer.source] = tuple(
-                self._destination.fill(
+                self._destination.prepare_fill(
                     (load.op, group.buffer(bucket % group.num_buffers) + load.base)
                     for load in of_bucket
                 )

@@ -359,6 +359,13 @@ class FleetBinder:
     def _plan(
         self, destinations: Sequence[ShardManifest], stays: Mapping[str, frozenset[str]]
     ) -> TransferPlan:
+        """Compile the plan from the sources to `destinations`, without the tensors that engines keep (`stays`).
+
+        Raises:
+            EnginesUnbound: some engines do not fit the trainers; each has its reason.
+            PlanError: no engine fits the trainers, or every engine fits alone.
+        """
+
         def written(manifest: ShardManifest) -> ShardManifest:
             return manifest.without(stays[self._engine_of[manifest.worker]])
 
@@ -486,12 +493,22 @@ class FleetBinder:
             raise self._unbound(failed, "did not bind the links between engines")
 
     def _refuse(self, wrong: Mapping[str, str], kept: Binding | None) -> None:
+        """Raise if `wrong` (engine -> reason) contains an engine. `kept` is the binding of all other engines.
+
+        Raises:
+            EnginesUnbound: some engines cannot be bound.
+            ConfigError: no engine can be bound.
+        """
         if wrong and len(wrong) == len(self._engines) and self._kept is None:
             raise ConfigError("; ".join(wrong.values()))
         if wrong:
             raise EnginesUnbound(wrong, kept=kept)
 
     def _unbound(self, failed: Mapping[str, Result | WindlassError], what: str) -> EnginesUnbound:
+        """Return the error for engine ranks whose call failed. `what` says what each rank did not do, for the reasons.
+
+        The error sorts the ranks into late ranks, ranks that have lost their connection, and engines to refuse.
+        """
         refusals, late, gone = {}, {}, ""
         for worker, result in failed.items():
             reason = f"{worker} {what}: {describe(result)}"

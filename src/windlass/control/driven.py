@@ -120,6 +120,19 @@ async def begin(
 def _spec(
     coordinator: Coordinator, delivery: Delivery, pause_s: float, session_s: float
 ) -> tuple[RoundSpec, Binding]:
+    """Return the specification and the binding of a driven round with all writable engines.
+
+    Drop the binding of the fleet: the next publish binds all ranks again.
+
+    Args:
+        coordinator: coordinator of the engines.
+        delivery: delivery of the round.
+        pause_s: seconds within which the engines must pause.
+        session_s: deadline of WRITE in seconds.
+
+    Raises:
+        PeerUnreachable: no engine is writable.
+    """
     config = coordinator.config
     groups = sorted(coordinator.fleet.writable_engines(), key=lambda group: group.name)
     if not groups:
@@ -148,6 +161,7 @@ def _spec(
 
 
 async def _finish(coordinator: Coordinator, driver: RoundDriver) -> UpdateReport:
+    """Drive the round to its end, release the lock of the rounds, store the report (`end_update`), and return it."""
     rounds = coordinator.rounds
     try:
         report = await report_of(lambda: driver.machine.version, rounds.finish(driver))

@@ -81,6 +81,10 @@ class TrainerBinding:
         return Done() if offer is None else Offered(offer)
 
     def _connect(self, command: ConnectTrainer) -> GroupOffer | None:
+        """Bind the plan of the command with its backend instead of all earlier links; see `SenderBackend.connect`.
+
+        Record which parameters the plan reads, and which boxes are compared with other trainer ranks.
+        """
         self._choose(command.backend)
         self._held.bind(command.replicated)
         plan = TransferPlan.decode(command.plan)
@@ -89,6 +93,7 @@ class TrainerBinding:
         return self.sender.connect(plan, command.bindings)
 
     def _change_links(self, command: ChangeLinks, bound_in: int) -> None:
+        """Change single links of the plan that was bound in epoch `bound_in`. For errors see `bind`."""
         if not 0 < command.since == bound_in:
             raise RoundAborted(
                 f"since: must be {bound_in}, the epoch in which this rank was bound last (0: not "
@@ -115,6 +120,11 @@ class TrainerBinding:
         self._held.note_changes()
 
     def _choose(self, backend: UpdateBackend) -> None:
+        """Make `sender` a sender of `backend`. If the backend changes, close the sender of the backend before.
+
+        Raises:
+            ConfigError: the backend cannot use the replica of this rank.
+        """
         if backend == self._backend:
             return
         found = backend_of(backend)

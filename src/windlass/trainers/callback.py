@@ -151,7 +151,9 @@ class RolloutCallback(Closing):
         ).start()
 
     def continue_generation(self, version: int, *, deadline_s: float | None = None) -> None:
-        """End the update. Return when all leaders have called this and the engines serve the version.
+        """End the update, and stop the reports of `pause_generation` to the controller.
+
+        Return when all leaders have called this method and the engines serve the version.
 
         Raises:
             RoundAborted: a call of a leader failed, or tensors are missing. All engines serve the old version.
@@ -169,6 +171,7 @@ class RolloutCallback(Closing):
         self._continue(number, deadline_s)
 
     def _continue(self, version: int, deadline_s: float | None) -> None:
+        """Send the call that ends the update, and end the thread of reports in any case. For errors see `_call`."""
         ended = self._ended
         try:
             self._call(ContinueCall(version), deadline_s)
@@ -252,6 +255,7 @@ class RolloutCallback(Closing):
         self._pool.shutdown(wait=False, cancel_futures=True)
 
     def _start(self, call: CallbackCall, deadline_s: float | None) -> Future[None]:
+        """Give a call the next number of this update, send the call in a thread, and return a future of its end."""
         with self._lock:
             number, self._num_calls = self._num_calls, self._num_calls + 1
 
@@ -300,6 +304,7 @@ class RolloutCallback(Closing):
         )
 
     def _members(self, reply: HttpReply) -> tuple[str, ...]:
+        """Return the engine ranks in the controller's answer, or raise the error that it contains; see `_call`."""
         if reply.status in {401, 403}:
             raise AuthenticationError(f"{self.url} refused the token: {reply.text(200)}")
         if reply.status != 200:

@@ -154,9 +154,11 @@ class Destination:
         return tuple(b.region for b in (shadow, self._staging) if isinstance(b, Arena))
 
     def bind(self, plan: TransferPlan, *, shadow: bool, staged: bool) -> None:
-        """Bind a plan part (`TransferPlan.parts`). Allocate a shadow copy and staging memory if the part needs them.
+        """Bind a plan part (`TransferPlan.parts`) instead of all earlier links.
 
-        Later calls use the memory of earlier calls again.
+        Allocate a shadow copy and staging memory if the part needs them. A later call uses memory of an earlier call again
+        if it is large enough. Prepare the digests for `verify` and the copies for `apply`, and free those of the earlier
+        links.
 
         Args:
             plan: the plan part.
@@ -187,12 +189,12 @@ class Destination:
         self.programs = programs
         self._flip = self.memory.prepare(list(self._not_live()))
 
-    def unwritten(self, endpoint: PeerEndpoint) -> DestinationBinding:
+    def unaddressed_binding(self, endpoint: PeerEndpoint) -> DestinationBinding:
         """Return a binding without addresses, for backends without one-sided writes."""
         worker = self.manifest.worker
         return DestinationBinding(worker, endpoint, (), (), digest_kind=self.digest_kind)
 
-    def fill(self, ops: Iterable[tuple[BoundOp, int]]) -> PreparedCopies:
+    def prepare_fill(self, ops: Iterable[tuple[BoundOp, int]]) -> PreparedCopies:
         """Prepare copies, with casts, that fill this rank's memory from buffers of this process.
 
         Backends without one-sided writes receive source parameters into such buffers.
@@ -266,7 +268,10 @@ class Destination:
         return Arena(self._transport, nbytes, self.memory)
 
     def _stage(self, nbytes: int) -> int:
-        """Return the address of at least `nbytes` of staging memory; 0 if `nbytes` is 0."""
+        """Allocate at least `nbytes` of staging memory, and return its address; 0 if `nbytes` is 0.
+
+        Staging memory of an earlier call is used again if it is large enough. Otherwise it is freed.
+        """
         if not nbytes:
             return 0
         if self._staging is not None and self._staging.nbytes < nbytes:
@@ -277,6 +282,7 @@ class Destination:
         return self._staging.address
 
     def _unbind(self) -> None:
+        """Drop all links, and free their prepared digests and copies. Keep the shadow copy and the staging memory."""
         if self.digests is not None:
             self.digests.close()
             self.digests = None

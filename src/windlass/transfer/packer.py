@@ -201,8 +201,7 @@ class Packer:
             places = (range(start, start + nbytes),)
             self._packs[key] = self.memory.pack_link(program, self._sources, places)
         pack = self._packs[key]
-        digest = pack.pack_and_hash(OWN_WORK_S)
-        return PackedBytes(pack, self._sources, digest), offset + nbytes
+        return PackedBytes(pack, self._sources, pack.pack_and_hash(OWN_WORK_S)), offset + nbytes
 
     def batches_of(
         self, peer: Peer, program: LinkProgram, pack: LinkPack

@@ -110,7 +110,10 @@ class Receiver:
         return self._bound
 
     def connect(self, plan: TransferPlan, mode: UpdateMode) -> DestinationBinding:
-        """Bind a plan part (`TransferPlan.parts`), and return the addresses that peers write to.
+        """Bind a plan part (`TransferPlan.parts`) instead of all earlier links; return the addresses that peers write to.
+
+        In mode `staged`, this allocates the shadow copy. If a transport of this rank reports written parts, this also
+        starts a thread that hashes parts while peers write; `close` ends the thread.
 
         Raises:
             PlanError, RegionError, TransferFailed, TransferOutcomeUnknown: see `Destination.bind`.
@@ -143,6 +146,11 @@ class Receiver:
     def _connect_remote(
         self, remote: RemoteMemory, plan: TransferPlan, mode: UpdateMode
     ) -> DestinationBinding:
+        """Bind a plan part for live parameters in another process; return the addresses in that process.
+
+        Raises:
+            PlanError: the plan part needs memory beside the live parameters.
+        """
         worker, found = self.manifest.worker, self.destination
         if mode is not UpdateMode.IN_PLACE:
             raise PlanError(

@@ -380,7 +380,10 @@ class RelayReceiver:
             events.put((upstream, frame))
 
     def _let_in(self, frame: Open) -> RelayEvents | None:
-        """Return the events of the round that a writer names in `Open`; None if the writer is not accepted."""
+        """Record the writer that sent `Open` as accepted in its round, and return the events of this round.
+
+        Return None, and record nothing, if the writer is not accepted.
+        """
         if not hmac.compare_digest(frame.token.encode(), self.address.token.encode()):
             return None
         round_id = RoundId(frame.epoch, frame.round)
@@ -488,7 +491,13 @@ class ChunkWriter:
         self._jobs.append(submit(self._pool, end))
 
     def close(self) -> Carried:
-        """Wait for all queued work. Return the bytes written, and the seconds from the first to the last write."""
+        """Wait for all queued work, end the threads, and close the connection.
+
+        Log errors that no job has caught, and add them to `errors`.
+
+        Returns:
+            The bytes written, and the seconds from the first to the last write.
+        """
         self._pool.shutdown(wait=True)
         failed = [error for job in self._jobs if (error := job.exception()) is not None]
         for error in failed:
@@ -520,6 +529,7 @@ class ChunkWriter:
         self._jobs.append(submit(self._pool, run))
 
     def _open(self, address: RelayAddress, worker: str, round_id: RoundId) -> None:
+        """Connect to the engine rank. If this fails, set `unreached` and add the error, so that nothing is written."""
         try:
             self._sender = RelaySender(address, worker, round_id, self._deadline)
         except TransferError as error:
@@ -569,7 +579,7 @@ class GroupWrite:
         self._hashes: ChunkDigests | None = None
         self._chunks: tuple[str, ...] = ()
 
-    def keep(self, memory: MemoryOps, packed: PackedBytes | None) -> None:
+    def hash_chunks(self, memory: MemoryOps, packed: PackedBytes | None) -> None:
         """Hash the chunks of the packed link, and store the digests and the addresses of the pieces.
 
         Args:
@@ -695,14 +705,15 @@ class RelaySource:
         """Hash the chunks for all relay groups. Call this after `Sender.prepare`.
 
         Raises:
-            TransferFailed, TransferOutcomeUnknown: see `GroupWrite.keep`.
+            TransferFailed, TransferOutcomeUnknown: see `GroupWrite.hash_chunks`.
         """
         with self._sender.reading():
-            self._keep()
+            self._hash_chunks()
 
-    def _keep(self) -> None:
+    def _hash_chunks(self) -> None:
+        """Hash the chunks of the packed links to all relay groups, where the bytes have changed; see `GroupWrite`."""
         for relayed in set(self.groups.values()):
-            relayed.keep(self._sender.packer.memory, self._sender.packed(relayed.leader))
+            relayed.hash_chunks(self._sender.packer.memory, self._sender.packed(relayed.leader))
 
     def write(
         self, round_id: RoundId, version: int, destinations: Sequence[str], deadline_s: float
@@ -720,7 +731,7 @@ class RelaySource:
         deadline = Deadline.after(deadline_s, "write")
         with self._sender.reading(), ThreadPoolExecutor(LINKS_AT_ONCE, "windlass-relay") as threads:
             check_destinations(self._sender.links.programs, destinations)
-            self._keep()
+            self._hash_chunks()
             began, arena = time.perf_counter(), self._sender.packer.slot.arena
             relayed = [name for name in destinations if name in self.groups]
             self._sender.note_sent(relayed)
@@ -877,7 +888,11 @@ class RelayRound:
         return bool(self._left)
 
     def on_chunk(self, upstream: str, landed: ChunkLanded) -> None:
-        """Verify a chunk that `upstream` has written. If its digest is right, pass the chunk on to the children."""
+        """Hash a chunk that `upstream` has written. If its digest is right, queue its writes to the children.
+
+        Otherwise record that bytes of the chunk's source are missing. In both cases this rank no longer waits for the
+        chunk. Ignore a chunk that this rank does not wait for.
+        """
         key = landed.source, landed.chunk
         left = self._left.get(upstream)
         if left is None or key not in left:
@@ -904,7 +919,7 @@ class RelayRound:
         return min(self._deadlines[writer].remaining_s for writer in self._left)
 
     def expire(self, joined: Collection[str]) -> None:
-        """Stop waiting for upstreams that have timed out.
+        """Stop waiting for upstreams that have timed out, and record their chunks as missing (`on_end`).
 
         `joined` contains the accepted writers. If one of them times out, it may still be writing.
         """
@@ -912,7 +927,10 @@ class RelayRound:
             self.on_end(writer, unknown=writer in joined)
 
     def on_stripe_end(self, upstream: str, stripe: int) -> None:
-        """Record that an upstream writes no more chunks of a stripe. If chunks are missing, notify the children."""
+        """Record that an upstream writes no more chunks of a stripe, so that this rank no longer waits for them.
+
+        If chunks of the stripe are still missing, record their sources, and queue a `StripeEnd` to each child.
+        """
         num_stripes = len(self._bound.upstream)
         left = self._left.get(upstream, set())
         gone = {key for key in left if key[1] % num_stripes == stripe}
@@ -997,7 +1015,7 @@ class RelayNode:
         bindings: Sequence[DestinationBinding],
         addresses: Sequence[RelayAddress],
     ) -> None:
-        """Bind the rank to a relay group, which replaces its previous relay group. First call `Receiver.connect`.
+        """Bind the rank to a relay group, and free the tables of its previous group. First call `Receiver.connect`.
 
         Args:
             group: the group. All its members have bound the same plan part.
@@ -1115,6 +1133,7 @@ class RelayNode:
                 self._listener = None
 
     def _unbind(self) -> None:
+        """Drop the relay group, and free its tables."""
         bound, self._bound = self._bound, None
         if bound is not None:
             bound.close()

@@ -90,7 +90,10 @@ class ReplicatedDigests:
         return len(self._held)
 
     def take(self, turn: int, period: int) -> StructuredArray:
-        """Hash the pieces that are compared in one turn. The parameters must not change during this call.
+        """Hash the pieces that are compared in one turn, and return their digests.
+
+        The parameters must not change during this call. It uses up the tables of `cut_ahead`, sets `compare_s`, and
+        records the turn for the next `cut_ahead`.
 
         On a GPU, first wait for all work that this process has queued there.
 
@@ -133,7 +136,9 @@ class ReplicatedDigests:
             return np.concatenate(found)
 
     def cut_ahead(self) -> None:
-        """Build the tables for the turn after the last `take`. Do not read the values of parameters.
+        """Build the tables for the turn after the last `take`, and store them for the next `take`.
+
+        This method does not read the values of parameters.
 
         Do nothing if there was no `take` since the last call of this method, or if its period was 1. On a GPU, wait for all work
         that this process has queued there before building the tables. The next `take` uses the tables only if no
@@ -162,6 +167,7 @@ class ReplicatedDigests:
             self._drop()
 
     def _drop(self) -> None:
+        """Free the tables that `cut_ahead` has built, and forget the last `take`."""
         _close(self._ahead[1])
         self._ahead, self._last = (None, []), None
 

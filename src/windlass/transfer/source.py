@@ -118,7 +118,7 @@ class SourceMemory:
         self._found: dict[str, str] = {}
 
     def bind(self, plan: TransferPlan, bindings: Sequence[DestinationBinding]) -> None:
-        """Bind a plan part (`TransferPlan.parts`), and locate the parameters.
+        """Drop all earlier links and their digests, locate the parameters, and bind a plan part (`TransferPlan.parts`).
 
         Raises:
             PlanError: the plan was made for another layout or quantises; a destination has no binding; or the
@@ -148,7 +148,10 @@ class SourceMemory:
         return self._memory
 
     def locate(self) -> bool:
-        """Locate the parameters again. Return whether a parameter has moved since the last call; True at the first call.
+        """Locate the parameters again, and store their addresses. If a parameter has moved, free the prepared digests.
+
+        Returns:
+            Whether a parameter has moved since the last call; True at the first call.
 
         Raises:
             PlanError: the number or the sizes of the parameters differ from the manifest; the parameters are on several

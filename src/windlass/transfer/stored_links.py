@@ -207,6 +207,7 @@ class StoredLinks:
         self._links |= links
 
     def _unload(self, names: Collection[str]) -> None:
+        """Free the tables of the links to these destinations. The links stay bound, and `_load` builds new tables."""
         for name in [name for name in self._links if name in names]:
             self._links.pop(name).close()
 
