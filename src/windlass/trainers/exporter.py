@@ -471,7 +471,7 @@ class _Peers:
         self._world_size = 1 if is_alone else dist.get_world_size()
 
     def report(self, mine: _Report) -> list[_Report]:
-        """Return the reports of all ranks about one attempt; see `exchange`."""
+        """Send this rank's report about one attempt to all ranks, and return the reports of all ranks; see `exchange`."""
         self._num_reports += 1
         found = self.exchange(f"report {self._num_reports}", msgspec.msgpack.encode(mine))
         return [msgspec.msgpack.decode(data, type=_Report) for data in found]

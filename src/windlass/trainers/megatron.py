@@ -332,6 +332,7 @@ def check_whole(model: torch.nn.Module | Sequence[torch.nn.Module]) -> None:
 
 
 def _chunks_of(model: torch.nn.Module | Sequence[torch.nn.Module]) -> tuple[torch.nn.Module, ...]:
+    """Return the chunks of a model as a tuple. Raise ManifestError if there is none."""
     chunks = (model,) if isinstance(model, torch.nn.Module) else tuple(model)
     if not chunks:
         raise ManifestError("model must have at least one chunk, got none")
@@ -339,6 +340,7 @@ def _chunks_of(model: torch.nn.Module | Sequence[torch.nn.Module]) -> tuple[torc
 
 
 def _lazily_gathered(chunks: Sequence[torch.nn.Module]) -> Iterator[DistributedDataParallel]:
+    """Yield the wrappers whose optimizer leaves the gathering of parameters to the next forward pass."""
     for wrapper in _wrappers(chunks):
         if isinstance(wrapper, DistributedDataParallel):
             options = wrapper.ddp_config

@@ -181,7 +181,7 @@ class SentLinks:
         """Links that GPU kernels store."""
         return tuple(p for name, p in self.programs.items() if name not in self.peers)
 
-    def none(self) -> SentLinks:
+    def without_links(self) -> SentLinks:
         """Return a copy without links."""
         return replace(self, programs={}, peers={}, read_in_place=(), copy_of={})
 
@@ -226,7 +226,7 @@ class SentLinks:
         bindings: Sequence[DestinationBinding],
         gone: Collection[str],
     ) -> tuple[SentLinks, NewLinks]:
-        """Bind the links of `plan`, remove the links to `gone`, and keep all other links.
+        """Return these links without the links to `gone` and with the links of `plan`. This object does not change.
 
         Args:
             manifest: manifest of this rank.
@@ -261,6 +261,7 @@ class SentLinks:
         return self.stored_by is None or binding.endpoint.transport in self.stored_by
 
     def _check(self, program: LinkProgram, binding: DestinationBinding) -> None:
+        """Raise PlanError or RegionError if this rank cannot write a link to the destination; see `check_binding`."""
         is_stored = self._is_stored(binding)
         if not is_stored:
             check_digest_kind(self.digest_kind, binding)

@@ -308,6 +308,7 @@ def _sliced(
     end: int | None = None,
     step: int = 1,
 ) -> _Watched:
+    """Return every `step`-th index from `start` to `end` of dim `dim`, with the parts of the pieces that remain."""
     dim %= tensor.dim()
     taken = range(tensor.shape[dim])[slice(start, end, step)]
 
@@ -374,6 +375,7 @@ def _unbound(tensor: _Watched, dim: int = 0) -> list[_Watched]:
 
 
 def _joined(tensors: Sequence[_Watched], dim: int = 0) -> _Watched:
+    """Return the concatenation of tensors along dim `dim`, with the pieces of all of them at their new offsets."""
     first = tensors[0]
     dim %= first.dim()
     ends = list(itertools.accumulate(tensor.shape[dim] for tensor in tensors))

@@ -86,7 +86,7 @@ class SenderBinding:
         """
         if self.stores is not None:
             self.stores.end(tuple(self.links.programs))
-        self.links = self.links.none()
+        self.links = self.links.without_links()
         self.change_links(plan, bindings, ())
 
     def change_links(
@@ -110,7 +110,7 @@ class SenderBinding:
         if self.stores is not None:
             self.stores.end({*gone, *new.programs})
         self.settle_doubt()
-        self.links = self.links.none()
+        self.links = self.links.without_links()
         if self.stores is not None:
             self.stores.bind(new.stored, new.bindings)
         if self.writes:
@@ -187,6 +187,6 @@ class SenderBinding:
         self.settle_doubt(renew=False)
         if self.replica is not None:
             self.replica.close()
-        self.links = self.links.none()
+        self.links = self.links.without_links()
         self.packer.close()
         self.registered.cover(())
