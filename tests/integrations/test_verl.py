@@ -21,6 +21,8 @@ pytestmark = [pytest.mark.engines, pytest.mark.timeout(1500)]
 HERE = Path(__file__).parent
 VENV = Path(os.environ.get("WINDLASS_VERL_VENV", ROOT / ".venv-verl"))
 NUM_ROLLOUTS = 3
+NUM_STEPS = 3
+"""Steps of the trainer, as `verl_ppo_job.NUM_STEPS`."""
 AT_ONCE_S = 3.0
 SLEEPS = (SUPPORT, SUPPORT / "cpu_sleep")
 """Folders of the plugin that gives vLLM's worker for CPUs a sleep mode."""
@@ -34,10 +36,14 @@ config = transformers.Qwen3Config(
     num_attention_heads=4, num_key_value_heads=2, head_dim=32, tie_word_embeddings=False)
 transformers.Qwen3ForCausalLM(config).to(torch.bfloat16).save_pretrained(sys.argv[1])
 from tokenizers import Tokenizer, models, pre_tokenizers
-words = Tokenizer(models.WordLevel({f"w{number}": number for number in range(256)}, unk_token="w0"))
-words.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+# verl's agent loop requires these two tokens for every Qwen model.
+names = {f"w{number}": number for number in range(254)} | {"\\n": 254, "<|im_end|>": 255}
+words = Tokenizer(models.WordLevel(names, unk_token="w0"))
+words.pre_tokenizer = pre_tokenizers.Sequence(
+    [pre_tokenizers.Split(" ", "removed"), pre_tokenizers.Split("\\n", "isolated")])
 transformers.PreTrainedTokenizerFast(
-    tokenizer_object=words, unk_token="w0", pad_token="w1", eos_token="w2").save_pretrained(sys.argv[1])
+    tokenizer_object=words, unk_token="w0", pad_token="w1", eos_token="w2", chat_template="{% for message in messages %}"
+    "{{ message['content'] + ' <|im_end|>\\n' }}{% endfor %}").save_pretrained(sys.argv[1])
 """
 
 
@@ -256,6 +262,46 @@ def test_servers_on_the_actors_gpus_equal_fresh_loads(
 ) -> None:
     after = [turns["failed offload"]["after it"], turns["killed server"]]
     check_fresh([*turns["updates"], *after, after[-1]["after it"]], turns["prompt"], tmp_path)
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory, checkpoint: Path) -> list[dict[str, Any]]:
+    """Provide the records of `verl_ppo_job.py`: the state of all servers after the update of each step, from step 0 on.
+
+    `weights` of a record is the checkpoint that verl saved in the step.
+    """
+    folder = tmp_path_factory.mktemp("ppo")
+    run(
+        folder,
+        *(str(HERE / "verl_ppo_job.py"), "--model", str(checkpoint)),
+        *("--out", str(folder / "found.json")),
+        path=SLEEPS,
+    )
+    saved = [folder / f"global_step_{step}/actor/huggingface" for step in range(1, NUM_STEPS + 1)]
+    records = json.loads((folder / "found.json").read_text())
+    return [
+        {**record, "step": step, "weights": str(weights)}
+        for step, (record, weights) in enumerate(zip(records, [checkpoint, *saved], strict=True))
+    ]
+
+
+def test_verls_own_job_serves_the_weights_of_every_step(
+    trained: list[dict[str, Any]], tmp_path: Path
+) -> None:
+    for record in trained:
+        check_served(record, 2)
+    check_fresh(trained, trained[-1]["prompt"], tmp_path)
+
+
+def test_verls_own_job_gets_every_step_by_a_new_version(trained: list[dict[str, Any]]) -> None:
+    served = [
+        identity.rpartition("/") for record in trained for identity in {*record["identities"]}
+    ]
+    assert len({lineage for lineage, _, _ in served}) == 1
+    # The servers join by version 1. verl's trainer then makes an update for step 0.
+    assert [int(version) for _, _, version in served] == [2 + step for step in range(NUM_STEPS + 1)]
+    digests = [json.dumps(record["digests"][0]) for record in trained]
+    assert len({*digests}) == NUM_STEPS + 1
 
 
 def check_fresh(updates: Sequence[dict[str, Any]], prompt: list[int], folder: Path) -> None:

@@ -26,6 +26,8 @@ _device.__dict__.update(
     empty_cache=lambda: None,
     ipc_collect=lambda: None,
     reset_peak_memory_stats=lambda *_: None,
+    # verl looks up the peak FLOPS of this name.
+    get_device_name=lambda *_: "CPU",
     manual_seed=torch.manual_seed,
     manual_seed_all=torch.manual_seed,
 )

@@ -266,6 +266,11 @@ def checksums(replica: Any) -> dict[str, str]:
     return dict(_post(replica, "/weight_checker", {"action": "checksum"})["checksums"])
 
 
+def identity(replica: Any) -> str:
+    """Return the identity of the version of the fleet that the replica serves; empty for weights from elsewhere."""
+    return str(_post(replica, "/collective_rpc", {"method": "windlass_weights"})["results"][0])
+
+
 def _post(replica: Any, path: str, body: dict[str, str]) -> Any:
     request = urllib.request.Request(
         f"http://{replica.server_address}{path}",
