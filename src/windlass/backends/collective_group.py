@@ -283,11 +283,13 @@ class TorchBroadcastGroup:
     def start(self, slot: int, nbytes: int, deadline_s: float) -> None:
         """Begin to broadcast the first `nbytes` of buffer `slot`, from rank 0 to all other members.
 
-        All members must call this with the same numbers, in the same order.
+        All members must call this with the same `slot` and `nbytes`, in the same order. The buffer must not change before
+        the broadcast has ended. `deadline_s` limits the broadcast (at least `MIN_TIMEOUT_S`), and the wait for kernels that
+        fill a GPU's buffer, which only Gloo needs.
 
         Raises:
-            TransferFailed: the group was broken before, kernels that fill the buffer did not end within `deadline_s`, or
-                the broadcast cannot begin. In all three cases the group is broken afterwards.
+            TransferFailed: the group was broken before, these kernels did not end in time, or the broadcast cannot begin.
+                The group is broken afterwards.
         """
         import torch.distributed as dist
 

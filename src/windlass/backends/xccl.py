@@ -305,7 +305,7 @@ class CollectiveSender:
         )
 
     def _forget_packs(self) -> None:
-        """Free the prepared copies into the buckets."""
+        """Close and drop the prepared copy operations that fill the buckets. The buckets stay."""
         for pack in self._packs:
             pack.close()
         self._packs = ()

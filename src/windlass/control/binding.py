@@ -139,7 +139,7 @@ class Binding:
     def joined(self, new: Binding) -> Binding:
         """Return this binding together with `new`, the binding of further engines by the same trainers.
 
-        The result has no links in `ended`, because the trainers have ended these links when they bound `new`.
+        `ended` is empty: the trainers dropped those links when they bound `new`. `unused` and `costs` are those of `new`.
         """
         return replace(
             self,

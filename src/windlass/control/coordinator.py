@@ -199,7 +199,7 @@ class Coordinator:
     ) -> UpdateReport:
         """Wait until all trainer ranks are connected, publish, and return the report.
 
-        If they are not connected within `deadline_s`, return a report with outcome FAILED.
+        If they are not connected within `deadline_s`, return a report with outcome FAILED, without setting `copied`.
         """
         try:
             ranks = await until_connected(self.fleet, self.changes, version, deadline_s)

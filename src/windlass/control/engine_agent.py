@@ -209,10 +209,10 @@ class EngineAgent:
         return result
 
     def _carry_out(self, command: EngineCommand) -> Result:
-        """Carry out a command by calls of the hooks, the sleeper or the backend's half; return the answer.
+        """Carry out a command and return the answer: call the hooks, the sleeper, or the backend's receiver (`_delivery`).
 
-        The caller holds the agent's lock. Record whether live weights may now change (`_open_to_writes`), and the reason
-        if the engine does not generate after the command.
+        The caller holds the agent's lock. Record in `_open_to_writes` whether live weights may now change, and in
+        `_not_resumed` why the engine does not generate after the command.
         """
         match command:
             case ConnectEngine():

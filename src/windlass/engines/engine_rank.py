@@ -167,7 +167,10 @@ class RankHooks:
         self._blocked.start()
 
     def _block(self, api: EngineApi, pause_id: str, deadline_s: float) -> None:
-        """Block the main loops. This runs in a separate thread, because `quiesce` returns at the end of the pause."""
+        """Block the engine's main loops until the pause ends. If this fails, log it and let the pause fail in the gate.
+
+        This runs in a separate thread, because `quiesce` returns at the end of the pause.
+        """
         try:
             api.quiesce(pause_id, deadline_s, block=True)
         except WindlassError as error:
@@ -265,10 +268,10 @@ class EngineRank:
         return self._first is not None and self._first[2].in_round
 
     def required(self) -> tuple[AgentSettings, Captured, RankHooks]:
-        """Return the settings, the layout and the hooks of the capture that this rank uses.
+        """Return the settings, the layout and the hooks of this rank's first capture.
 
         Raises:
-            UnsupportedLayout: `capture` has not been called, or has failed.
+            UnsupportedLayout: no capture has succeeded yet.
         """
         if self._first is None:
             raise UnsupportedLayout("this rank has not captured its layout")

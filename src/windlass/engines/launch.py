@@ -166,8 +166,9 @@ def _set_rendezvous_address(args: argparse.Namespace) -> None:
 def server_environment(args: argparse.Namespace) -> Iterator[dict[str, str]]:
     """Yield environment variables for the server: they make the server's plugin wait for an order to join.
 
-    The token is in a file that only this user can read. The file is removed at the end of the block. A server that
-    gets no controller has a random token, unless a certificate replaces the token.
+    The server's token is that of this process. If this process has none, the server gets no token if it has a
+    certificate, and otherwise a random one. The token is in a file that only this user can read. The file exists only
+    inside the block.
 
     Raises:
         ConfigError: a controller is given and no token, or the server has several nodes and no token.

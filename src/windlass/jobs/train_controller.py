@@ -392,11 +392,12 @@ class TrainController:
             await self._wait_for(_published(update), deadline)
 
     async def _wait_for(self, work: Coroutine[Any, Any, TrainResult], deadline: Deadline) -> None:
-        """Wait for `work`, which waits for an update.
+        """Run `work`, which ends with an update, and watch that no rank ends before.
 
         Raises:
             TrainerError: `work` returned `Failed`, a rank ended first, or the deadline passed.
         """
+        # `_wait_for_all` expects one task per rank. Here the same task stands for each rank.
         await self._wait_for_all([asyncio.create_task(work)] * len(self._ranks), deadline)
 
     async def save(self, path: str, *, deadline_s: float) -> None:

@@ -466,7 +466,7 @@ class Attempts:
     def _outcome_of(
         self, task: RolloutTask, job: asyncio.Task[AttemptResult], cancelled: _Cause | None
     ) -> RolloutOutcome:
-        """Return the outcome of an attempt, from the result or the exception of its asyncio task.
+        """Return the outcome of an attempt whose asyncio task has ended, and forget its prompt ids. Log an unexpected exception.
 
         `cancelled` is the reason for which the worker cancelled the attempt, or None.
         """

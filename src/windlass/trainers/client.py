@@ -198,16 +198,16 @@ class TrainerClient(Closing):
 
         Collective: every trainer rank must call this with the same version.
 
-        Memory: the weights must not change until the controller's round has ended (with a replica: until this rank has
-        copied them, which happens after this method returns).
+        Return before a background thread sends the weights. Wait first for the thread of the previous round. The weights
+        must not change until the controller's round has ended, or, with a replica, until all ranks have reported copies.
 
         Raises:
-            ConfigError: `version` is not an integer >= 0, or a version is still being published.
+            ConfigError: `version` is not an integer >= 0, or a `publish` of this rank has not ended.
             ProtocolError, PeerUnreachable: the connection to the controller has ended.
         """
         number = version_number(version, "prepare_publish")
         if self._prepared is not None:
-            # End the wait for the previous round: either its report has arrived, or it never will.
+            # The controller begins a round only after the previous one. A report that is missing now never arrives.
             self._channel.give_up_expected()
             wait([self._prepared])
         copied = threading.Event() if self._sender.replica is not None else None

@@ -403,12 +403,13 @@ def _held(
 ) -> Iterator[tuple[str, torch.Tensor]]:
     """Yield (name, tensor) for all parameters of this rank, and for the buffers that checkpoints contain.
 
-    Layers in these names have their numbers in the whole model, not in the chunk.
+    Leave out an output layer that the model does not use. A name has the layer's number in the whole model, not in the
+    chunk.
 
     Args:
         chunks: model chunks of this rank.
         use_main_params: whether to yield the optimizer's fp32 copies of trained parameters.
-        ignore: prefixes of names to leave out.
+        ignore: prefixes of such names to leave out.
     """
     for chunk in map(_unwrap, chunks):
         numbers, unused = _layer_numbers(chunk), _unused_output(chunk)

@@ -154,17 +154,17 @@ class Destination:
         return tuple(b.region for b in (shadow, self._staging) if isinstance(b, Arena))
 
     def bind(self, plan: TransferPlan, *, shadow: bool, staged: bool) -> None:
-        """Bind a plan part (`TransferPlan.parts`) instead of all earlier links.
+        """Replace all links by those of a plan part (`TransferPlan.parts`). After any error but PlanError, no link is bound.
 
-        Allocate a shadow copy and staging memory if the part needs them. A later call uses memory of an earlier call again
-        if it is large enough. Prepare the digests for `verify` and the copies for `apply`, and free those of the earlier
-        links.
+        Allocate the shadow copy and the staging memory that the links need, or use those of an earlier call again if they
+        are large enough. Prepare the digests for `verify` and the copies for `apply`. Wait for running kernels first, at
+        most `OWN_WORK_S`.
 
         Args:
             plan: the plan part.
             shadow: whether sources fill the shadow copy. The live parameters then change only in `apply`.
-            staged: whether ops with strides at the destination are received in staging memory. False if peers can store
-                strided elements.
+            staged: whether elements that are not contiguous in the destination arrive in staging memory first; False if
+                the transport writes them in place.
 
         Raises:
             PlanError: the plan is for another layout.
@@ -282,7 +282,7 @@ class Destination:
         return self._staging.address
 
     def _unbind(self) -> None:
-        """Drop all links, and free their prepared digests and copies. Keep the shadow copy and the staging memory."""
+        """Drop all links and what `bind` prepared for them. No kernel may use it any more. Shadow and staging memory stay."""
         if self.digests is not None:
             self.digests.close()
             self.digests = None

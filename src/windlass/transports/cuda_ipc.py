@@ -134,7 +134,10 @@ class CudaIpcTransport(RegionTransport):
         return MappedRegion(region.address, stop, base + offset - region.address)
 
     def keep_mapped(self, regions: Iterable[RemoteRegion]) -> None:
-        """Close the mappings that no region of `regions` needs; see `PeerMapper`. Close none while the GPU is late."""
+        """Close the mappings that no region of `regions` needs; see `PeerMapper`.
+
+        Close none if work of the GPU has missed its deadline (`is_late`): it may still write through them.
+        """
         if self.gpu.is_late:
             return
         needed = {(region.endpoint, _parse_key(region.key)[2]) for region in regions}

@@ -352,12 +352,16 @@ def _observe_every_tensor(
 ) -> tuple[Seen, Recompute | None]:
     """Find out for each tensor that a load changes whether it is a copy of checkpoint elements or a computed tensor.
 
-    Call `_observe_once` until it has an answer for every tensor. Each further call reads more tensors at every place, or
-    loads digits into all layers instead of one layer per group.
+    Call `_observe_once` until it has an answer for every tensor. A further call either reads more tensors at every
+    element instead of in whole rows, or loads its test values into every layer instead of one layer of each group of equal
+    layers.
 
     Returns:
-        The layout of every tensor; and the load of a part of the checkpoint that computes the computed tensors again
-        after an update (None if there are no computed tensors).
+        The layout of every tensor; and the load of a part of the checkpoint that computes tensors again after an update,
+        or None if nothing has to be computed again. `Seen.computed` names only the tensors that this load computes.
+
+    Raises:
+        UnsupportedLayout: a tensor is computed, and `recompute` is False.
     """
     scattered = frozenset(loads.factors)
     layers = Layers.alike(loads.codes, loads.held()) if not loads.factors else None

@@ -922,7 +922,11 @@ def _variables_used_by(functions: list[FunctionType]) -> Iterator[tuple[dict[str
 
 
 def _variables_named_in(function: FunctionType) -> Iterator[tuple[dict[str, Any], str]]:
-    """Yield (namespace, name) of the global variables that a function's code names, in its own and other Python modules."""
+    """Yield (namespace, name) of every global variable that a function's code may read.
+
+    These are globals of its own Python module, and attributes of modules that the code names, except modules outside
+    (`_is_outside`). Some may be too many, because each name of the code is looked up in each of these modules.
+    """
     space = function.__globals__
     spelt = [*_names_in(function.__code__)]
     for name in spelt:

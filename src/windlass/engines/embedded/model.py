@@ -110,7 +110,7 @@ def _build(source: Path) -> Any:
 
 
 def _parallelize(module: Any, mesh: DeviceMesh) -> None:
-    """Shard the linear layers of all decoders over the mesh, as `TENSOR_PARALLEL_STYLES` says. Collective.
+    """Shard in place every module over the mesh whose last name is in `TENSOR_PARALLEL_STYLES`. Collective.
 
     Raises:
         ConfigError: a size of the model is not divisible by the number of ranks.

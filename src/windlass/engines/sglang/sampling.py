@@ -159,10 +159,10 @@ def _require_probabilities(probs: torch.Tensor) -> None:
 
 
 def seed_replica(index: int) -> None:
-    """Set the sampling seed of a data-parallel replica, or of a group of data-parallel attention.
+    """Add `index` to the seed of torch's generators, which the server has set. Call this once per process.
 
-    The seed is the server's seed plus `index`, the index of the replica or group. All ranks of the replica must call this
-    after the same step, because they must sample equal tokens.
+    `index` is the index of a data-parallel replica, or of a rank group with data-parallel attention. All ranks with this
+    index must call this between the same two sampling steps, because they must sample equal tokens.
     """
     if index:
         torch.manual_seed(torch.initial_seed() + index)

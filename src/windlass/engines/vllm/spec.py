@@ -277,7 +277,11 @@ def _node_options(args: argparse.Namespace) -> tuple[str, ...]:
 
 
 def generate_route() -> str:
-    """Return the middleware that adds the route `/generate`; see `windlass.engines.vllm.generate_route`."""
+    """Return the import path of the middleware that serves `/generate`; see `windlass.engines.vllm.generate_route`.
+
+    It is `GenerateRoute`, which translates vLLM's own route. It is `CompletionsRoute` if this vLLM has no such route, or if
+    `OWN_VERSIONS` is set, because vLLM's route would label tokens with vLLM's own versions.
+    """
     has_route = importlib.util.find_spec("vllm.entrypoints.scale_out") is not None
     name = (
         "GenerateRoute" if has_route and not environment_value(OWN_VERSIONS) else "CompletionsRoute"

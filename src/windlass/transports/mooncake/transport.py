@@ -332,8 +332,9 @@ class MooncakePeer(NetworkPeer):
             self._end(call)
 
     def _read_token(self) -> int:
-        """Read the peer's token. Return 0 if it is the expected token, `_OTHER_PROCESS` if not, or the engine's error code.
+        """Read the peer's token. Return the engine's error code if the read fails.
 
+        Return `_OTHER_PROCESS` if the peer shall hold a token (`_holds_token`) and holds another one. Otherwise return 0.
         Before the first read, check with a probe that the peer answers.
         """
         engine = self._engine.started.engine

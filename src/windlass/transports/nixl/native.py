@@ -212,11 +212,13 @@ def native_errors() -> tuple[type[Exception], ...]:
 def start_agent(
     name: str, wire: NixlWire, device: str, gpu: int
 ) -> tuple[NativeAgent, WireLog, str]:
-    """Start a NIXL agent with a UCX backend. Return the agent, its log, and a text with NIXL's version.
+    """Start a NIXL agent with a UCX backend. Return the agent, a reader of UCX's log for it, and a text with NIXL's version.
+
+    Set defaults of UCX and NIXL in this process's environment for good, and other variables during the start.
 
     Args:
         name: name of the agent.
-        wire: required wire.
+        wire: wire that UCX must use; `AUTO` lets UCX choose.
         device: UCX's names of the network devices to use, separated by commas; empty for all.
         gpu: ordinal of the GPU with the memory to register; -1 for host memory.
 
