@@ -278,7 +278,7 @@ def callers_of(frame):
 
 def to_another_thread():
     main = threading.main_thread().ident
-    while callers_of(sys._current_frames()[main])[:3] != ["wait", "wait", "_make_join"]:
+    while callers_of(sys._current_frames()[main])[:2] != ["wait", "wait"]:
         pass
     time.sleep(0.5)
     signal.pthread_kill(threading.get_ident(), signal.SIGTERM)

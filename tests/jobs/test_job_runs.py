@@ -192,7 +192,7 @@ def test_a_job_continues_with_the_tasks_of_its_journal(
     else:
         # A signal lets a running step end, and saves a checkpoint.
         assert saved == len(lines(first, "TRAIN ")) >= 5
-    assert lines(second, "ENDED ")[0].startswith("12 ")
+    assert lines(second, "ENDED ")[0].startswith("12 "), second
     kept = [n for line in lines(first, "TRAIN ")[:saved] for n in numbers(line)]
     lost = [n for line in lines(first, "TRAIN ")[saved:] for n in numbers(line)]
     after = [n for line in lines(second, "TRAIN ") for n in numbers(line)]
