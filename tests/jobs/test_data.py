@@ -103,7 +103,7 @@ def test_check_names_a_wrong_column_and_the_columns_there_are(
     assert len(recipe_of(tmp_path, columns=["n"]).rows) == 7
 
 
-def test_launch_check_reads_the_first_row(
+def test_launch_check_reads_the_first_row_and_the_reward(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     job, recipe = tmp_path / "job.toml", tmp_path / "recipe.py"
@@ -131,6 +131,17 @@ def test_launch_check_reads_the_first_row(
     job.write_text(text.replace("COLUMN", "query"))
     assert main(["launch", str(job), "--check"]) == 2
     assert "one of ['n', 'question', 'turns'], got 'query'" in capsys.readouterr().err
+    job.write_text(
+        text.replace("COLUMN", "question").replace('"processes"', '"processes", function = "no"')
+    )
+    assert main(["launch", str(job), "--check"]) == 2
+    assert "rewards.function must be a function of recipe.py, which has ['reward'], got 'no'" in (
+        " ".join(capsys.readouterr().err.split())
+    )
+    recipe.write_text(recipe.read_text().replace("(rollout)", "(completions, solution, **kwargs)"))
+    job.write_text(text.replace("COLUMN", "question"))
+    assert main(["launch", str(job), "--check"]) == 2
+    assert "must take one argument, a Rollout " in capsys.readouterr().err
 
 
 def test_rows_of_a_file_are_read_by_number(tmp_path: Path) -> None:

@@ -96,8 +96,8 @@ def lines(printed: str, start: str) -> list[str]:
 
 
 def test_the_same_command_continues_a_stopped_job(tmp_path: Path) -> None:
-    """Check a recipe with workflows, rewards in a boolean tensor, a state and an evaluation."""
-    top = 'steps = 8\nresume = "auto"'
+    """Check a recipe with workflows, rewards in a boolean tensor, a state and an evaluation; the last step has a checkpoint."""
+    top = 'steps = 9\nresume = "auto"'
     script = tmp_path / "padded.py"
     script.write_text(PADDED.format(example=str(EXAMPLE / "trainer.py")))
     saving = "save_every = 2\nkeep = 2"
@@ -110,7 +110,7 @@ def test_the_same_command_continues_a_stopped_job(tmp_path: Path) -> None:
                 process.send_signal(signal.SIGTERM)
         assert process.wait(timeout=120) == 128 + signal.SIGTERM, first
     stopped_at = len(lines(first, "step "))
-    assert 5 <= stopped_at < 8
+    assert 5 <= stopped_at < 9
     # Two groups of two rollouts make 4 samples. Each has two turns of 4 tokens, and the token that the second prompt adds.
     assert {line.partition("]")[2] for line in lines(first, "TRAIN ")} == {" {9} 4"}
     assert lines(first, "AFTER ")[:2] == [
@@ -129,28 +129,28 @@ def test_the_same_command_continues_a_stopped_job(tmp_path: Path) -> None:
     assert status == 0, second
     assert f"continues from {tmp_path}/out/checkpoints/{saved}, after {saved} steps" in second
     assert lines(second, "LOAD ")
-    assert len(lines(second, "step ")) == 8 - saved
-    assert lines(second, "ENDED ") == ["8 8 {8}"]
+    assert len(lines(second, "step ")) == 9 - saved
+    assert lines(second, "ENDED ") == ["9 9 {9}"]
     # The second run repeats only the prompts that the first run drew without training on them.
     before = [n for line in lines(first, "TRAIN ")[:saved] for n in numbers(line)]
     after = [n for line in lines(second, "TRAIN ") for n in numbers(line)]
     assert sorted(before + after) == sorted({*before, *after})
-    assert len(before + after) == 16
+    assert len(before + after) == 18
     assert {*before, *after} <= {*range(1, 25)}
     of_steps = [
         json.loads(line) for line in (tmp_path / "out/metrics.jsonl").read_text().splitlines()
     ]
-    assert [each["step"] for each in of_steps] == [*range(1, 9)]
+    assert [each["step"] for each in of_steps] == [*range(1, 10)]
     assert {*of_steps[1]} == {"step", "version", "reward", "samples", "loss", "grad_norm", "time"}
     assert {*of_steps[0]} == {*of_steps[1], "logprob_difference"}
-    assert lines(second, "done: ") == ["8 steps, version 8 published"]
-    assert lines(second, "in ")[0].endswith("logs, checkpoints/8")
+    assert lines(second, "done: ") == ["9 steps, version 9 published"]
+    assert lines(second, "in ")[0].endswith("logs, checkpoints/9")
 
     status, third = launch(job)
     assert (status, third.splitlines()[-1]) == (
         0,
         (
-            f"nothing to do: the checkpoint {tmp_path}/out/checkpoints/8 has 8 steps already; "
+            f"nothing to do: the checkpoint {tmp_path}/out/checkpoints/9 has 9 steps already; "
             "to train more, set more steps or another output_dir"
         ),
     )
@@ -158,7 +158,7 @@ def test_the_same_command_continues_a_stopped_job(tmp_path: Path) -> None:
     status, other = launch(job)
     assert status == 2
     assert "output_dir must be a folder without another run, got " in other
-    assert 'checkpoints/6, checkpoints/8, metrics.jsonl, summary.json; set resume = "auto"' in other
+    assert 'checkpoints/8, checkpoints/9, metrics.jsonl, summary.json; set resume = "auto"' in other
 
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM], ids=["kill", "term"])

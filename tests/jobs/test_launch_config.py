@@ -437,10 +437,13 @@ NOT_A_RECIPE = {
     "from windlass.jobs import Recipe\nclass CountSevens(Recipe):\n    def tasks(self): ...\n": (
         r"recipe\.name must be a class that defines \['rewards'\], got 'CountSevens', which does not"
     ),
+    "from windlass.jobs import Recipe\nclass CountSevens(Recipe):\n    def after_step(self, step, result): ...\n": (
+        r"recipe\.name must be a class whose methods \['after_step'\] begin with `async def`, got 'CountSevens'"
+    ),
 }
 
 
-@pytest.mark.parametrize("source", NOT_A_RECIPE, ids=[*"imdca"])
+@pytest.mark.parametrize("source", NOT_A_RECIPE, ids=[*"imdcah"])
 def test_check_runs_the_recipe_file_and_names_its_fault(
     tmp_path: Path, source: str, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -690,6 +690,7 @@ class Job:
                     batch = await self._batch(producer)
                     if batch is None:
                         self._end_of_tasks()
+                        await self._save_last()
                         break
                     await self._step(batch)
                     # Workers free the tensors of these samples while the job waits for the next batch.
@@ -877,6 +878,12 @@ class Job:
         self._acknowledge(trained)
         await asyncio.to_thread(self._output.prune, self._config.trainer.keep)
 
+    async def _save_last(self) -> None:
+        """Save a checkpoint of the steps since the newest one, if the job saves checkpoints."""
+        async with self._in_step:
+            if self._config.trainer.save_every and self._steps != self._saved_steps:
+                await self._save()
+
     def _open_tasks(self) -> bytes:
         """Return the tasks that the recipe yielded and the job has not trained on yet, encoded for a checkpoint.
 
@@ -947,7 +954,8 @@ class Job:
             if not trainer.save_every:
                 self._acknowledge(self._trained)
                 self._trained = []
-            if trainer.save_every and self._steps % trainer.save_every == 0:
+            is_last = self._steps == self._config.steps
+            if trainer.save_every and (is_last or self._steps % trainer.save_every == 0):
                 await self._save()
         reward = sum(sample.reward for sample in samples) / max(len(samples), 1)
         metrics = ", ".join(f"{name} {value:.4g}" for name, value in result.metrics.items())

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextvars
 import dataclasses
+import inspect
 import itertools
 import logging
 import queue
@@ -29,6 +30,8 @@ from windlass.net.logs import TRACEBACK_EVERY_S, LineLimit
 from windlass.rollout.batches import check_groups, training_samples
 from windlass.rollout.handles import Rollout, RolloutGroup
 from windlass.rollout.messages import TrainingSample
+from windlass.rollout.reward_process import import_function
+from windlass.rollout.rewards import ProcessRewards
 from windlass.rollout.text import Chat, Message
 from windlass.rollout.values import encode_value
 from windlass.rollout.workflows import Workflow
@@ -44,6 +47,8 @@ tracebacks = LineLimit(TRACEBACK_EVERY_S)
 """Limit on the logged tracebacks of the recipe's exceptions."""
 MODULE = "windlass_launched_recipe"
 """Name of the module that the user's file becomes."""
+HOOKS = ("before_step", "after_step", "ended")
+"""Methods of a recipe that the job awaits."""
 _END = object()
 """Value that marks the end of the tasks. It is not None, because a recipe may yield None by mistake."""
 
@@ -227,6 +232,11 @@ def find_recipe(
         raise ConfigError(
             f"recipe.name must be a windlass.jobs.Recipe class of {file.name}, which has {known}, got {name!r}"
         )
+    plain = [each for each in HOOKS if not inspect.iscoroutinefunction(getattr(found, each))]
+    if plain:
+        raise ConfigError(
+            f"recipe.name must be a class whose methods {plain} begin with `async def`, got {name!r}"
+        )
     lacking = sorted(found.__abstractmethods__)
     if found.rewards is Recipe.rewards and not has_rewards:
         lacking.append("rewards")
@@ -272,6 +282,17 @@ def check_recipe(config: LaunchConfig) -> None:
     if find_recipe(file, name, **limits).check is not Recipe.check:
         with recipe_code("check"):
             load_recipe(file, name, **limits).check(config)
+
+
+def check_rewards(config: LaunchConfig) -> None:
+    """Run the file of the job's reward function, if it has one; see `import_function`.
+
+    Raises:
+        ConfigError: see `import_function`.
+    """
+    if isinstance(config.rewards, ProcessRewards):
+        file = config.rewards.file or config.recipe.file
+        import_function(Path(file), config.rewards.function)
 
 
 def rewards_differ(samples: Sequence[TrainingSample]) -> bool:

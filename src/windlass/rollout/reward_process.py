@@ -9,6 +9,7 @@ msgpack. The function may print: its output does not share the socket.
 from __future__ import annotations
 
 import ctypes
+import inspect
 import os
 import resource
 import signal
@@ -66,7 +67,8 @@ def import_function(file: Path, name: str) -> Callable[[Rollout], object]:
     """Run the user's file, and return its function `name`. The file may import modules in the same folder.
 
     Raises:
-        ConfigError: there is no such file or function, or the file raises an error.
+        ConfigError: there is no such file or function, the file raises an error, or the function does not take one
+            argument.
     """
     module = run_file("rewards.file", file, MODULE)
     found: Callable[[Rollout], object] | None = vars(module).get(name)
@@ -79,6 +81,18 @@ def import_function(file: Path, name: str) -> Callable[[Rollout], object]:
         raise ConfigError(
             f"rewards.function must be a function of {file.name}, which has {known}, got {name!r}"
         )
+    try:
+        signature = inspect.signature(found)
+    except ValueError:
+        # Some callables of C have no signature.
+        return found
+    try:
+        signature.bind(None)
+    except TypeError as error:
+        raise ConfigError(
+            "rewards.function must take one argument, a Rollout (its `text` is the answer, its `metadata` the row of the "
+            f"data), got {name}{signature}"
+        ) from error
     return found
 
 

@@ -63,7 +63,7 @@ def _checked_config(file: Path, *, runs_recipe: bool) -> LaunchConfig:
     """
     from windlass.jobs.config import check_all, error_of, name_file, read_job
     from windlass.jobs.launch import check_host, check_job
-    from windlass.jobs.recipe import check_recipe
+    from windlass.jobs.recipe import check_recipe, check_rewards
 
     with name_file(file):
         config, mistakes = read_job(file)
@@ -76,7 +76,7 @@ def _checked_config(file: Path, *, runs_recipe: bool) -> LaunchConfig:
         if runs_recipe and Path(config.recipe.file).is_file():
             # Reading the token removes it from the environment, where the user's recipe could find it.
             secret_value(TOKEN_VARIABLE)
-            checks.append(partial(check_recipe, config))
+            checks += [partial(check_recipe, config), partial(check_rewards, config)]
         check_all(checks, mistakes)
     return config
 
