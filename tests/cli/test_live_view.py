@@ -193,7 +193,7 @@ def test_a_launched_job_leaves_no_frame_and_ends_quietly(
     assert text.count("running recipe.py, which has the recipe took ") == 1
     assert not [word for word in CLEAN_END if word in text], lines
     assert lines[-2] == "done: 1 step, version 1 published"
-    assert lines[-1] == "in out: report.html, summary.json, metrics.jsonl, logs"
+    assert lines[-1] == "in out: report.html, summary.json, metrics.jsonl, logs, checkpoints/1"
 
 
 @pytest.mark.long

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 from pathlib import Path
 from typing import Any
@@ -121,9 +122,11 @@ def test_the_same_command_continues_a_stopped_job(tmp_path: Path) -> None:
     saved = stopped_at
     kept = [str(saved - 2 + saved % 2), str(saved)]
     assert sorted(os.listdir(tmp_path / "out/checkpoints"), key=int) == kept
-    assert first.splitlines()[-1] == (
-        f"to continue after step {saved} from {tmp_path}/out/checkpoints/{saved}: run the same command"
+    found = re.fullmatch(
+        rf"to continue after step {saved} from (.*): run the same command", first.splitlines()[-1]
     )
+    assert found
+    assert Path(found[1]).resolve() == (tmp_path / f"out/checkpoints/{saved}").resolve()
 
     status, second = launch(job)
     assert status == 0, second
