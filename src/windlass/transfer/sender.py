@@ -362,9 +362,10 @@ class Sender:
         A link to a further member of a relay group has the packed bytes and the digest of the planned link to the first
         member (`links.copy_of`). Only the addresses at the destination differ.
         """
-        packed = self._packed.get(self.links.copy_of.get(name, name))
-        if packed is None or name not in self.links.copy_of:
+        if name not in self.links.copy_of:
             return self._ready.get(name)
+        if (packed := self._packed.get(self.links.copy_of[name])) is None:
+            return None
         program, peer = self.links.programs[name], self.links.peers[name]
         return self.packer.batches_of(peer, program, packed.pack)
 
