@@ -238,8 +238,9 @@ class TrainController:
     async def start(self, url: str, *, deadline_s: float) -> None:
         """Start all ranks, wait until they have connected, and call `TrainEngine.setup` on each.
 
-        Ranks of an earlier start are ended first, and the failure that they had is forgotten. The new ranks do not load a checkpoint; see `load`. If an engine still
-        runs on the nodes that the scheduler reserved for the earlier ranks, the new ranks start on these nodes, too.
+        Ranks of an earlier start are ended first, and their failure is forgotten. The new ranks do not load a checkpoint;
+        see `load`. If an engine still runs on the nodes that the scheduler reserved for the earlier ranks, the new ranks
+        start on these nodes, too.
 
         Args:
             url: URL of the server on which this object is mounted, as the ranks can reach it.
