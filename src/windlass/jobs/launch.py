@@ -65,6 +65,7 @@ from windlass.jobs.recipe import (
     load_recipe,
     recipe_code,
     tasks_of,
+    with_file,
 )
 from windlass.jobs.results import JobSummary, StepResult
 from windlass.jobs.schedulers.base import ProcessSpec, Scheduler
@@ -565,7 +566,7 @@ class Job:
         Args:
             insisted: task that ends with a second signal, which ends the wait for the checkpoint.
         """
-        if not self._config.trainer.save_every or self._steps == self._saved_steps:
+        if not self._lacks_checkpoint:
             return
         self._notify(f"saving checkpoint {self._steps}; a second signal ends this")
         saving = asyncio.create_task(self._save(), name="checkpoint at a signal")
@@ -580,6 +581,11 @@ class Job:
         finally:
             saving.cancel()
             await asyncio.wait([saving])
+
+    @property
+    def _lacks_checkpoint(self) -> bool:
+        """Whether the job saves checkpoints, and has trained steps since the newest one."""
+        return self._config.trainer.save_every > 0 and self._steps != self._saved_steps
 
     @property
     def _saved_steps(self) -> int:
@@ -881,7 +887,7 @@ class Job:
     async def _save_last(self) -> None:
         """Save a checkpoint of the steps since the newest one, if the job saves checkpoints."""
         async with self._in_step:
-            if self._config.trainer.save_every and self._steps != self._saved_steps:
+            if self._lacks_checkpoint:
                 await self._save()
 
     def _open_tasks(self) -> bytes:
@@ -1179,8 +1185,7 @@ def create_scorer(config: LaunchConfig) -> Scorer | None:
         return None
     if isinstance(config.rewards, ServerRewards):
         return RewardServer(config.rewards)
-    file = config.rewards.file or config.recipe.file
-    return RewardPool(msgspec.structs.replace(config.rewards, file=file))
+    return RewardPool(with_file(config.rewards, config))
 
 
 def has_owner_token() -> bool:

@@ -291,8 +291,13 @@ def check_rewards(config: LaunchConfig) -> None:
         ConfigError: see `import_function`.
     """
     if isinstance(config.rewards, ProcessRewards):
-        file = config.rewards.file or config.recipe.file
-        import_function(Path(file), config.rewards.function)
+        rewards = with_file(config.rewards, config)
+        import_function(Path(rewards.file), rewards.function)
+
+
+def with_file(rewards: ProcessRewards, config: LaunchConfig) -> ProcessRewards:
+    """Return the settings of a job's reward function. If they name no file, the function is in the recipe's file."""
+    return msgspec.structs.replace(rewards, file=rewards.file or config.recipe.file)
 
 
 def rewards_differ(samples: Sequence[TrainingSample]) -> bool:
