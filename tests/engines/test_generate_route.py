@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Awaitable, Callable
 from types import SimpleNamespace
 from typing import Any
 
@@ -11,7 +12,7 @@ import pytest
 from aiohttp import web
 
 from windlass.engines.vllm.generate_route import CompletionsRoute, GenerateRoute
-from windlass.rollout.generate import AttemptError, Watch, generate
+from windlass.rollout.generate import AttemptError, AttemptResult, Watch, generate
 from windlass.rollout.messages import EngineTarget, ErrorKind, RolloutTask
 from windlass.sampling import SamplingParams
 
@@ -251,6 +252,33 @@ async def test_a_stream_is_not_asked_of_a_vllm_that_reports_versions_at_the_end(
     assert (status, json.loads(body)["output_ids"]) == (200, [4, 7, 9])
 
 
+async def generated(
+    serve: Callable[[web.Request], Awaitable[web.StreamResponse]],
+    sampling: SamplingParams,
+    watch: Watch | None = None,
+) -> AttemptResult:
+    """Return a worker's result for one prompt, from an engine whose route `/generate` is `serve`."""
+    app = web.Application()
+    app.add_routes([web.post("/generate", serve)])
+    runner = web.AppRunner(app)
+    await runner.setup()
+    await web.TCPSite(runner, "127.0.0.1", 0).start()
+    host, port = runner.addresses[0][:2]
+    try:
+        async with aiohttp.ClientSession() as session:
+            task = RolloutTask(
+                task_id="t",
+                attempt=1,
+                engine=EngineTarget(name="e", url=f"http://{host}:{port}"),
+                prompt_ids=(1,),
+                sampling=sampling,
+                deadline_s=10.0,
+            )
+            return await generate(session, task, watch)
+    finally:
+        await runner.cleanup()
+
+
 async def watched(
     *events: object, sampling: SamplingParams, kind: str = "text/event-stream", num_top: int = 0
 ) -> tuple[list[list[int]], Any]:
@@ -269,26 +297,7 @@ async def watched(
     asked: list[Any] = []
     shown: list[list[int]] = []
     watch = Watch(lambda new: shown.append([each.token_id for each in new]), True, num_top)
-    app = web.Application()
-    app.add_routes([web.post("/generate", serve)])
-    runner = web.AppRunner(app)
-    await runner.setup()
-    await web.TCPSite(runner, "127.0.0.1", 0).start()
-    host, port = runner.addresses[0][:2]
-    try:
-        async with aiohttp.ClientSession() as session:
-            target = EngineTarget(name="e", url=f"http://{host}:{port}")
-            task = RolloutTask(
-                task_id="t",
-                attempt=1,
-                engine=target,
-                prompt_ids=(1,),
-                sampling=sampling,
-                deadline_s=10.0,
-            )
-            result = await generate(session, task, watch)
-    finally:
-        await runner.cleanup()
+    result = await generated(serve, sampling, watch)
     assert asked[0].get("stream", False) is not sampling.needs_whole_answer
     return shown, result.tokens
 
@@ -378,26 +387,8 @@ async def answered(
             asked.append(await request.json())
         return web.json_response({"output_ids": [4, 7, 9], "meta_info": meta})
 
-    app = web.Application()
-    app.add_routes([web.post("/generate", serve)])
-    runner = web.AppRunner(app)
-    await runner.setup()
-    site = web.TCPSite(runner, "127.0.0.1", 0)
-    await site.start()
-    host, port = runner.addresses[0][:2]
-    try:
-        async with aiohttp.ClientSession() as session:
-            task = RolloutTask(
-                task_id="t",
-                attempt=1,
-                engine=EngineTarget(name="e", url=f"http://{host}:{port}"),
-                prompt_ids=(1,),
-                sampling=SamplingParams(max_new_tokens=3, adapter=adapter),
-                deadline_s=10.0,
-            )
-            return (await generate(session, task)).tokens.versions
-    finally:
-        await runner.cleanup()
+    result = await generated(serve, SamplingParams(max_new_tokens=3, adapter=adapter))
+    return result.tokens.versions
 
 
 async def test_every_token_carries_the_version_of_its_span() -> None:
@@ -437,25 +428,7 @@ class Answering:
         return web.json_response({"output_ids": tokens, "meta_info": meta})
 
     async def answer(self, sampling: SamplingParams) -> tuple[int, ...]:
-        app = web.Application()
-        app.add_routes([web.post("/generate", self.serve)])
-        runner = web.AppRunner(app)
-        await runner.setup()
-        await web.TCPSite(runner, "127.0.0.1", 0).start()
-        host, port = runner.addresses[0][:2]
-        try:
-            async with aiohttp.ClientSession() as session:
-                task = RolloutTask(
-                    task_id="t",
-                    attempt=1,
-                    engine=EngineTarget(name="e", url=f"http://{host}:{port}"),
-                    prompt_ids=(1,),
-                    sampling=sampling,
-                    deadline_s=10.0,
-                )
-                return (await generate(session, task)).tokens.output_ids
-        finally:
-            await runner.cleanup()
+        return (await generated(self.serve, sampling)).tokens.output_ids
 
 
 @pytest.mark.parametrize(
