@@ -30,8 +30,8 @@ class Replay:
     """Comparison of a sample with an engine.
 
     Attributes:
-        num_generated: number of tokens of the sample that an engine generated.
-        num_compared: number of tokens whose log-probabilities are compared.
+        num_generated: number of generated tokens in the sample.
+        num_compared: number of tokens with compared log-probabilities.
         num_other_version: number of generated tokens with another version than the engine has now.
         engine_version: version that the engine has now.
         is_exact: whether sampling is greedy or has a seed, so that all tokens must be equal.

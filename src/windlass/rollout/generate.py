@@ -123,9 +123,8 @@ class _Error(msgspec.Struct, frozen=True):
 class _Event(GenerateAnswer, frozen=True, kw_only=True):
     """Event of a streamed answer.
 
-    The event has all tokens so far (SGLang), or the tokens since the last event. In the second case `completion_tokens`, the
-    number of all tokens so far, is larger than the number of tokens in the event. The last event has the versions of all
-    tokens.
+    An event of SGLang contains all tokens so far. An event of another engine contains only new tokens. `completion_tokens`
+    counts all tokens so far, so it tells both kinds of events apart. The last event contains the versions of all tokens.
     """
 
     meta_info: _MetaInfo = _MetaInfo()

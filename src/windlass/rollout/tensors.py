@@ -25,7 +25,7 @@ from windlass.layout.dtypes import DType
 MAX_DIMS = 8
 """Largest number of dimensions of a tensor."""
 MAPPED_NBYTES = 1 << 20
-"""Size from which a copied tensor has a memory mapping of its own."""
+"""Smallest size of a copied tensor that gets its own memory mapping."""
 KEPT_MAPPINGS = 32
 """Largest number of unused mappings that are kept, because new memory is slow at its first use: 0.3 to 4 s per GB."""
 

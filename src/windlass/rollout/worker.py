@@ -131,14 +131,13 @@ class WorkerSettings(msgspec.Struct, frozen=True, kw_only=True):
 class RolloutWorker(Client[WriteTensors, TensorsWritten, WorkerWelcome | TaskBatch]):
     """Rollout worker of this process: runs attempts and delivers outcomes. Call all methods in one event loop.
 
-    The worker sends each outcome at least once, in the order in which the attempts ended. While fewer than
-    `MAX_IN_FLIGHT` batches are unacknowledged, the worker sends a new outcome immediately. Otherwise new outcomes
-    wait for an acknowledgement, and then share a batch. So batches grow with the load, and no outcome waits for a
-    timer.
+    The worker sends each outcome at least once, in the order of the ends of the attempts. It sends a new outcome
+    immediately if fewer than `MAX_IN_FLIGHT` batches are unacknowledged. Otherwise new outcomes wait for an
+    acknowledgement, and then share a batch. So batches grow with the load, and no outcome waits for a timer.
 
     Args:
         settings: addresses, name and limits of the worker.
-        token: token with which the worker connects to the controller.
+        token: token for the connection to the controller.
         engine_session: HTTP session for requests to engines, with their token and no limit on connections.
         workflows: name -> workflow, in addition to the built-in ones.
         agent_token: second token for agents that claim rollouts. The first one is derived from `token`.

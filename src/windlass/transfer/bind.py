@@ -226,13 +226,13 @@ class SentLinks:
         bindings: Sequence[DestinationBinding],
         gone: Collection[str],
     ) -> tuple[SentLinks, NewLinks]:
-        """Return these links without the links to `gone` and with the links of `plan`. This object does not change.
+        """Return a copy of these links that lacks the links to `gone` and has the links of `plan`.
 
         Args:
             manifest: manifest of this rank.
             plan: this rank's part of a plan for new destinations; None without new destinations.
             bindings: bindings of the new destinations.
-            gone: destinations whose links end.
+            gone: destinations of the links to remove.
 
         Returns:
             All links after the change, and the new links alone.
