@@ -285,7 +285,7 @@ BACKENDS: Registry[BackendEntry] = Registry(
 
 @cache
 def find_backend(name: str) -> BackendEntry:
-    """Return the entry of the backend with this name, built in or of an installed package.
+    """Return the entry of the backend with this name. The backend is built in or comes from an installed package.
 
     Raises:
         ConfigError: no backend has this name, or its package cannot be imported.

@@ -194,7 +194,7 @@ def _connect(
     nccl = ProcessGroupNCCL.Options()
     nccl._timeout = timeout
     # By default NCCL's watchdog ends the trainer process when an engine ends. Switch the watchdog
-    # off, because deadlines end the group.
+    # off: the group's members enforce deadlines themselves.
     with temporary_values({"TORCH_NCCL_ASYNC_ERROR_HANDLING": "0"}):
         group = ProcessGroupNCCL(store, rank, size, nccl)
     # Connect now: by default NCCL connects in the first broadcast, while engines are paused.
@@ -203,7 +203,7 @@ def _connect(
 
 
 def _ordinal(gpu: Gpu | None) -> int:
-    """Return the ordinal of a GPU; of torch's current GPU for None."""
+    """Return the ordinal of `gpu`, or of torch's current GPU if `gpu` is None."""
     import torch
 
     return torch.cuda.current_device() if gpu is None else gpu.device.ordinal
@@ -283,9 +283,9 @@ class TorchBroadcastGroup:
     def start(self, slot: int, nbytes: int, deadline_s: float) -> None:
         """Begin to broadcast the first `nbytes` of buffer `slot`, from rank 0 to all other members.
 
-        All members must call this with the same `slot` and `nbytes`, in the same order. The buffer must not change before
-        the broadcast has ended. `deadline_s` limits the broadcast (at least `MIN_TIMEOUT_S`), and the wait for kernels that
-        fill a GPU's buffer, which only Gloo needs.
+        All members must call this with the same `slot` and `nbytes`, in the same order. The buffer must not change
+        before the broadcast has ended. `deadline_s` limits the broadcast (at least `MIN_TIMEOUT_S`). With Gloo and a
+        GPU, it also limits the wait for the kernels that fill the buffer.
 
         Raises:
             TransferFailed: the group was broken before, these kernels did not end in time, or the broadcast cannot begin.

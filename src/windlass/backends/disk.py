@@ -92,7 +92,9 @@ class DiskSender:
     def connect(
         self, plan: TransferPlan, bindings: Sequence[DestinationBinding]
     ) -> GroupOffer | None:
-        """Bind the plan, and create the folder of owners. The plan needs no group, so return None.
+        """Bind the plan, and create the shared folder, which only its owner can read.
+
+        The plan needs no group, so return None.
 
         Raises:
             TransferFailed: the folder cannot be created.
@@ -155,7 +157,10 @@ class DiskReceiver:
         self._destination = Destination(manifest, addresses)
 
     def connect(self, plan: TransferPlan, mode: UpdateMode) -> DestinationBinding:  # noqa: ARG002
-        """Bind the plan to a shadow copy; return a binding that names the folder, and to which no source writes."""
+        """Bind the plan to a shadow copy.
+
+        Return a binding that names the folder and has no addresses for a source to write to.
+        """
         refuse_transforms(self._destination.manifest.worker, plan)
         self._destination.bind(plan, shadow=True, staged=False)
         return self._destination.unaddressed_binding(PeerEndpoint("disk", str(self._folder), ""))

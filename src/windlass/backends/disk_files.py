@@ -332,7 +332,7 @@ def read_boxes(
 
 
 def _holders(indices: Sequence[DiskIndex]) -> dict[str, list[tuple[str, DiskEntry]]]:
-    """Return checkpoint tensor -> (rank, entry) of each box of the tensor in the files."""
+    """Return a map of each checkpoint tensor to its boxes in the files, as pairs (rank that wrote the file, entry)."""
     holders: dict[str, list[tuple[str, DiskEntry]]] = {}
     for index in indices:
         for entry in index.entries:
@@ -351,7 +351,7 @@ def _entries_of(
     Args:
         tensor: name of the checkpoint tensor.
         holders: tensor -> (rank, entry) of the readable files.
-        indices: indices of all files. Their aliases count, and those of the engine's `manifest`.
+        indices: indices of all files, for their aliases.
         manifest: layout of the engine rank's parameters.
     """
     tied = {tensor}
@@ -363,7 +363,10 @@ def _entries_of(
 
 
 def _offset_in_parameter(shard: Shard, part: Box) -> int:
-    """Return the byte offset in the shard's parameter of the first element of `part`, a box inside the shard's box."""
+    """Return the byte offset of the first element of `part` in the shard's parameter.
+
+    `part` is a box inside the shard's box.
+    """
     return shard.offset_bytes + sum(
         (at - start) * stride
         for at, start, stride in zip(
@@ -373,7 +376,9 @@ def _offset_in_parameter(shard: Shard, part: Box) -> int:
 
 
 def _slice(file: Any, entry: DiskEntry, part: Box) -> Any:
-    """Read only the elements of box `part` of a checkpoint tensor from the file's tensor `entry`.
+    """Read the elements of `part`, a box of a checkpoint tensor, from the file's tensor `entry`.
+
+    Read no other elements.
 
     Raises:
         TransferFailed: the file's tensor has another shape than its entry.

@@ -33,7 +33,8 @@ class P2p(Backend):
     def sender(self, sender: RankSender, host: str) -> SenderBackend:  # noqa: ARG002
         """Return the rank's sender of one-sided writes.
 
-        With a relay, return a wrapper that sends bytes once to all engines that pass them on to each other.
+        With relays, return a wrapper that sends each byte to only one engine of a relay group. The group's engines pass
+        the bytes on to each other.
         """
         return RelayingSender(cast("Sender", sender)) if self._relays else sender
 

@@ -307,7 +307,9 @@ class PushReceiver:
         self._require_update()[1].copy_over()
 
     def verify(self, version: int, expected: Mapping[str, str]) -> tuple[str, ...]:  # noqa: ARG002
-        """Check that every part of every parameter has arrived. Return an empty tuple: no link has a wrong digest.
+        """Check that every part of every parameter has arrived.
+
+        Return an empty tuple: a push has no digests to compare.
 
         Raises:
             PlanError: a part of a parameter did not arrive.
@@ -365,14 +367,15 @@ class PushReceiver:
                     raise PlanError(f"{worker}: tensor {tensor.name!r}: {refusal}")
 
     def _differing(self, memory: MemoryOps, found: Sequence[tuple[int, StridedCopy]]) -> str:
-        """Compare tied tensors before their copies run; return a text about a difference, or an empty text.
+        """Compare tied tensors before their copies run; return the message about a difference, or an empty string.
 
         Tied tensors have two names in the checkpoint and one place in this rank's parameters. The first name that arrives
         in an update fills the place. The values of the second name must equal the values of the first.
 
         Args:
             memory: memory of the bucket and of the shadow copy.
-            found: (row of a shard, copy of its box out of the bucket), for each copy that is about to run.
+            found: each copy that is about to run, as a pair (row of a shard, copy of the shard's box out of the
+                bucket).
         """
         differing, copied = "", dict[int, StridedCopy]()
         for row, copy in found:
@@ -395,7 +398,7 @@ class PushReceiver:
     def _box_of(
         self, shadow: ShadowCopy, shard: Shard, tensor: WireTensor, address: int
     ) -> StridedCopy:
-        """Return the description of a copy: a shard's box, from the whole tensor at `address` into the shadow copy."""
+        """Return the copy of a shard's box from the whole tensor at `address` into the shadow copy."""
         position = self._indices[shard.parameter]
         dtype = self._manifest.parameters[position].dtype
         strides = contiguous_strides(tensor.shape, tensor.dtype.itemsize)

@@ -188,7 +188,8 @@ class PushDelivery(Delivery):
     def survives_failure(self, phase: Phase) -> bool:
         """Return whether the round continues for the other engines after a failure of one engine in `phase`.
 
-        In PREPARE and VERIFY it does not: all engines of the round have joined the same broadcast groups.
+        Return False for PREPARE and VERIFY: all engines must take part in the same broadcasts. A command that fails in
+        WRITE raises in the leader's call, which marks the update as failed.
         """
         return phase not in {Phase.PREPARE, Phase.VERIFY}
 
@@ -246,7 +247,7 @@ class _Push:
             self._silent_s[leader] = 0.0
 
     def watch(self, passed_s: float) -> str:
-        """Add `passed_s` to the silence of every leader that has not ended.
+        """Add `passed_s` to the time since the last report, for every leader that has not ended.
 
         Returns:
             Reason why the update must end; empty if every leader has reported within its lease.
@@ -260,9 +261,9 @@ class _Push:
         return ""
 
     def leave(self, leader: str) -> bool:
-        """Record that a leader has sent all its tensors; return whether all leaders of the round have done so.
+        """Record that a leader has sent all its tensors. Return whether all leaders of the round have done so.
 
-        With a declared order, leaders that have not joined yet count too.
+        If the leaders declared an order, all declared leaders must do so, including leaders that have not joined yet.
         """
         self._leaders.discard(leader)
         if self._order is None:
@@ -434,7 +435,8 @@ class PushUpdates:
     async def _watch(self, push: _Push) -> None:
         """End the round when a leader has not reported within its lease."""
         while not (await asyncio.wait({push.round.report}, timeout=WATCH_EVERY_S))[0]:
-            # A pause of this event loop counts once: it delays the leaders' reports too.
+            # If this event loop was blocked for longer, count only `WATCH_EVERY_S`, because it
+            # could not receive the leaders' reports either.
             if reason := push.watch(WATCH_EVERY_S):
                 push.fail(reason)
                 push.is_ending = True
@@ -492,6 +494,6 @@ def _check(asked: CallbackRequest) -> None:
         case _:
             pass
     for name, value in seconds:
-        # NaN fails this comparison too; as a deadline it would break the order of the event loop's timers.
+        # NaN must fail too: a NaN deadline would break the order of the event loop's timers.
         if not 0 < value <= MAX_CALL_S:
             raise ProtocolError(f"{name} must be in (0, {MAX_CALL_S}], got {value}")

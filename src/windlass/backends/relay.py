@@ -125,8 +125,8 @@ def _connect_relay(
         to: ranks to which `worker` writes. The command contains their memory addresses.
         through: ranks with a relay listener. `worker` connects to them, and the command contains the listeners' addresses.
         bound: engine rank -> its answer to `ConnectEngine`.
-        narrow: function of a rank and a destination's binding that returns the part of the binding that the rank needs;
-            see `LinkAddresses.narrow`.
+        narrow: function that gets a rank and a destination's binding, and returns the part of the binding that this
+            rank needs; see `LinkAddresses.narrow`.
     """
     bindings = tuple(narrow(worker, bound[name].binding) for name in to)
     addresses = (bound[name].relay for name in through)
@@ -191,10 +191,11 @@ class RelayDelivery(Delivery):
         ]
 
     def answered(self, worker: str, command: Command, result: Result) -> Findings | None:
-        """Record a member's answer `Relayed` to the command `Relay`: its incomplete links, and that it runs no more.
+        """Record from a member's answer `Relayed` that its `Relay` has ended, and which links it has left incomplete.
 
-        Return the measures, the links that it has written to other members, the ranks that late bytes may still reach, and
-        commands to members that must not wait for this member any more. Return None for another answer.
+        Return the measures, the links that the member has written to other members, the ranks that late bytes may still
+        reach, and the commands that tell other members not to wait for this member any more. Return None for any other
+        answer.
         """
         if not isinstance(command, Relay) or not isinstance(result, Relayed):
             return None
@@ -232,7 +233,7 @@ class RelayDelivery(Delivery):
         return self._skip(link[0], (link[1],))
 
     def left(self, worker: str, *, lost: bool) -> tuple[Order, ...]:
-        """Return the commands that tell the ranks below a member not to wait for the member. It has left the round.
+        """Return the commands that tell the ranks below `worker` not to wait for `worker`, which has left the round.
 
         A member that has not lost its connection still counts as running, because it may still write.
         """
@@ -252,7 +253,7 @@ class RelayDelivery(Delivery):
         )
 
     def pop_incomplete(self) -> tuple[bool, frozenset[Link]]:
-        """Return the links that the relay left incomplete, and forget them; see `Delivery.pop_incomplete`.
+        """Return the links that the relay left incomplete, and clear the record of them; see `Delivery.pop_incomplete`.
 
         The first of the two values is True in the first call after the relay: the next write of the links does not count
         towards `ControlConfig.max_rewrites`. It is False in later calls.
@@ -289,7 +290,7 @@ class RelayingSender:
         bindings: Sequence[DestinationBinding],
         gone: Collection[str],
     ) -> None:
-        """Bind new links and end others; see `Sender.change_links`.
+        """Bind the new links of `plan`, and end the links to the ranks `gone`; see `Sender.change_links`.
 
         Raises:
             ProtocolError: relay groups are bound. They must be bound again as a whole, with `connect`.
@@ -350,7 +351,7 @@ class RelayingReceiver:
                 self._fence_is_due |= bool(disconnected)
                 return relayed
             case SkipUpstream():
-                # `interrupt` has carried it out.
+                # `interrupt` has already carried out this command.
                 pass
             case _:
                 raise ProtocolError(f"a relay's member cannot carry out {type(command).__name__}")

@@ -87,7 +87,8 @@ class Xccl(OwnPathBackend):
     def parts(self, plan: TransferPlan, *, sending: bool) -> dict[str, TransferPlan]:
         """Return the part of the plan for each rank, with the names of all tensors of the plan.
 
-        The members of a group compare the tables of their parts, so the tables must be equal.
+        The members of a group compare the plan's names before the first broadcast, so all parts must contain the same
+        names.
         """
         return plan.parts(sending=sending, all_names=True)
 
@@ -98,7 +99,7 @@ class Xccl(OwnPathBackend):
     def is_spent(self, report: UpdateReport) -> bool:
         """Return whether all ranks must bind again.
 
-        Return True if the round failed or left out an engine, because broadcast groups that it used may be broken.
+        Return True if the round failed or left out an engine, because the round's broadcast groups may then be broken.
         """
         return report.outcome is not RoundOutcome.PUBLISHED or bool(report.left_out)
 
@@ -118,8 +119,8 @@ class GroupDelivery(Delivery):
     ) -> list[Order]:
         """Return a command to receive for each destination, followed by a command to write for each source.
 
-        A broadcast reaches all active destinations of a source again, also those that have its bytes already. The round
-        does not wait for the answers of the destinations, because VERIFY checks the bytes. For arguments see
+        A source broadcasts to all its active destinations, including destinations that already have the bytes. The
+        round does not wait for the answers of the destinations, because VERIFY checks the bytes. For arguments see
         `Delivery.write`.
         """
         links = ledger.among(missing, active)
@@ -267,7 +268,7 @@ class CollectiveSender:
         self._group = self._rendezvous = self._offer = None
 
     def _broadcast(self, group: TorchBroadcastGroup, deadline: Deadline) -> float:
-        """Pack and broadcast all buckets; return the seconds of packing.
+        """Pack and broadcast all buckets; return the seconds that packing took.
 
         With several buffers, a bucket is packed while the buckets before it are being sent.
         """
@@ -326,7 +327,10 @@ class CollectiveReceiver:
         self._fills: dict[str, tuple[PreparedCopies, ...]] = {}
 
     def connect(self, plan: TransferPlan, mode: UpdateMode) -> DestinationBinding:
-        """Leave the earlier group, and bind the plan, with a shadow copy if the mode is STAGED. Return a binding for the new group."""
+        """Leave the groups of an earlier plan, and bind the plan. If the mode is STAGED, bind it to a shadow copy.
+
+        Return a binding without memory addresses, because the bytes arrive by broadcasts.
+        """
         self._leave()
         refuse_transforms(self._destination.manifest.worker, plan)
         self._destination.bind(plan, shadow=mode is UpdateMode.STAGED, staged=False)
@@ -445,7 +449,7 @@ class CollectiveReceiver:
             fill.check()
 
     def _leave(self) -> None:
-        """Abort all groups, and free the prepared copies out of their buckets."""
+        """Abort all groups, and free the prepared copies that read the groups' buckets."""
         for _, group in self._groups.values():
             group.abort()
         for fill in itertools.chain.from_iterable(self._fills.values()):
@@ -605,10 +609,10 @@ def clip(op: BoundOp, start: int, stop: int) -> Iterator[BoundOp]:
 
 
 def signature_of_offer(offer: GroupOffer, source_digest: str, plan: str) -> str:
-    """Return a digest that all members of a group compare before the first collective; it must be equal in all.
+    """Return a digest that all members of a group compare before the first broadcast. It must be equal at all members.
 
-    The digest covers the offer (members, names, dtypes, sizes, order and buckets), the digest of
-    the source's manifest, and the tables that all parts of one plan have in common.
+    The digest covers the offer (members, names, dtypes, sizes, order and buckets), the digest of the source's manifest,
+    and the tables of rank names and manifest digests (`plan`), which all parts of one plan share.
     """
     digest = xxhash.xxh3_128(msgspec.msgpack.encode(offer))
     digest.update(f"{source_digest} {plan}".encode())

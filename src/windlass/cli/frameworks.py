@@ -109,9 +109,9 @@ def check_framework(name: str) -> tuple[Finding, ...]:
 
 
 def check_entry_points(*, but: str | None = None) -> tuple[Finding, ...]:
-    """Check that the frameworks in this environment find the entry points of Windlass. Return one finding for each.
+    """Check that the frameworks in this environment find the entry points of Windlass.
 
-    Frameworks that load no entry points, and the framework `but`, are left out.
+    Return one finding per framework. Frameworks that load no entry points, and the framework `but`, are left out.
     """
     return tuple(
         _entry_point(framework)

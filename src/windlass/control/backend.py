@@ -207,7 +207,7 @@ class TakesCommands(Protocol):
     """Half of a backend with its own commands."""
 
     def carry_out(self, command: Command, round_id: RoundId) -> Result | None:
-        """Carry out a command of the backend; return the answer, None for `Done`.
+        """Carry out a command of the backend. Return the answer, or None to answer with `Done`.
 
         Raises:
             ProtocolError: the half does not know the command.
@@ -254,7 +254,7 @@ class Listens(Protocol):
 
 
 def carry_out(half: object, command: Command, round_id: RoundId) -> Result | None:
-    """Let a half of a backend carry out a command.
+    """Carry out a command by one half of a backend: the sender of a trainer rank, or the receiver of an engine rank.
 
     Raises:
         ProtocolError: the backend has no such command.

@@ -82,7 +82,7 @@ def _least_loaded(
 ) -> tuple[ShardManifest, ...]:
     """Return the manifests of the trainer ranks from which new engines read; see `NEWCOMERS_SPREAD`.
 
-    Trainer ranks with equal layouts hold the same boxes. Of these, the ranks that send the fewest bytes are chosen.
+    Trainer ranks with equal layouts hold the same boxes. Among such ranks, choose the ranks that send the fewest bytes.
 
     Args:
         sources: manifests of all trainer ranks.
@@ -196,7 +196,7 @@ class FleetBinder:
 
         Raises:
             PlanError, ConfigError, EnginesUnbound: see `bind`.
-            ManifestError: no engine has a tensor of the trainers, and no pattern of `allow_unused` matches its name.
+            ManifestError: a trainer tensor is in no engine, and no pattern of `allow_unused` matches its name.
         """
         if self._kept is not None and not self._engines:
             binding = Binding(signature=self._signature, engines={}, unused=self._kept.unused)
@@ -288,7 +288,7 @@ class FleetBinder:
         return unused
 
     def _find_replicated(self, unused: frozenset[str]) -> Replicated | None:
-        """Return the boxes that trainer ranks hold more than once, so that rounds compare their bytes.
+        """Return the boxes that several trainer ranks hold. Rounds compare the bytes of these copies.
 
         Boxes of `unused` tensors are left out. Return None in a catch-up, whose sources are the ranks of an engine: these
         ranks have already verified their weights by digests.
@@ -362,8 +362,8 @@ class FleetBinder:
         """Compile the plan from the sources to `destinations`, without the tensors that engines keep (`stays`).
 
         Raises:
-            EnginesUnbound: some engines do not fit the trainers; each has its reason.
-            PlanError: no engine fits the trainers, or every engine fits alone.
+            EnginesUnbound: some engines do not fit the trainers. The error has a reason for each of these engines.
+            PlanError: no engine fits the trainers; or every engine alone fits, but all engines together do not.
         """
 
         def written(manifest: ShardManifest) -> ShardManifest:

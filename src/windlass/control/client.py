@@ -228,7 +228,8 @@ class TrainerChannel(AgentChannel):
     def give_up_expected(self) -> None:
         """Set PeerUnreachable in the future of the last announcement with `sends=False`, unless its report has arrived.
 
-        Idempotent. Call this when the next version begins: the report of the version before then never arrives.
+        Idempotent. Call this when the next version begins. From then on, the report of the previous version can no
+        longer arrive.
         """
         expected = self.announced
         if expected is not None and not expected.frame.attempt:

@@ -61,7 +61,7 @@ class Comparisons:
 
         Args:
             version: version that the round publishes.
-            sources: processes of the trainer ranks. A change of `sources` resets the budget.
+            sources: processes of the trainer ranks. A change of `sources` resets the time budget of the comparisons.
         """
         if sources != self._sources:
             self._sources, self._has_compared, self._must_repeat = sources, False, False

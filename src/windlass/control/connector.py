@@ -122,9 +122,9 @@ class Connector:
     async def ensure_bound(self) -> Binding:
         """Return a binding of the trainers and of all writable engines.
 
-        If ranks have changed since the last binding, bind them first, and store the new binding in `binding` and its costs
-        for `pop_costs`. Engines that do not bind are refused, or excluded
-        until they answer a probe (`exclude_unbound`). The other engines are then bound without them.
+        If ranks have changed since the last binding, bind them first, and store the new binding in `binding` and its
+        costs for `pop_costs`. If engines do not bind, refuse them, or exclude them until they answer a probe
+        (`exclude_unbound`). Then bind the other engines.
 
         Raises:
             PeerUnreachable: no complete trainer job is connected, or no engine is writable (any more).
@@ -179,17 +179,19 @@ class Connector:
         planner: Planner,
         held: Binding | None = None,
     ) -> Binding:
-        """Make sources and engines bind a plan, in a new epoch, and return the binding. `binding` does not change.
+        """Make sources and engines bind a plan, in a new epoch, and return the binding.
 
-        Clear `Members.unbindable`. While the ranks bind, `binds` contains the names of the engines. Wake the coroutines
-        that wait for changes at the beginning and at the end. Log the tensors that engines keep and trainer tensors that
-        no engine has.
+        The attribute `binding` does not change.
+
+        Clear `Members.unbindable`. While the ranks bind, `binds` contains the names of the engines. Before and after,
+        wake the coroutines that wait for changes. Log the tensors that engines keep, and the trainer tensors that no
+        engine has.
 
         Args:
             sources: trainers; in a catch-up, the donor.
             engines: engines to bind.
             planner: compiles the plan.
-            held: present binding. Engines without a change stay bound if the backend supports this.
+            held: present binding. If the backend supports this, engines that have not changed stay bound.
 
         Raises:
             WindlassError: see `FleetBinder.bind`.
@@ -226,7 +228,7 @@ class Connector:
         return binding
 
     async def exclude_unbound(self, unbound: EnginesUnbound) -> None:
-        """Exclude the engines that did not bind, so that the others can be bound without them.
+        """Exclude the engines that did not bind, so that the other engines can be bound.
 
         Engines in `unbound.refusals` are refused and disconnected. Ranks in `unbound.late` did not answer in time: their
         engines are excluded until the ranks answer a probe. If a rank was late more than `MAX_LATE` times, its engine is

@@ -168,7 +168,8 @@ class Coordinator:
     def _gave_up(self, session: AgentSession, frame: Withdraw) -> None:
         """Drop the announcement of a trainer rank that no longer waits for the report, unless its update has begun.
 
-        If it was dropped, send the rank a report with outcome FAILED that names the ranks that have not announced.
+        After dropping the announcement, send the rank a report with outcome FAILED. The report names the ranks that
+        have not announced.
         """
         missing = self._missing.text()
         given_up = self.requests.give_up(session.peer, frame.attempt)
@@ -222,7 +223,7 @@ class Coordinator:
             copied: event that is set when the round enters WRITE: ranks with replicas have then copied their weights.
         """
         version = max(rank.version for rank in announced)
-        # The lock is also held by catch-ups and while the controller binds the fleet.
+        # Catch-ups and bindings of the fleet hold the same lock.
         async with self.rounds.lock:
             attempts = self._attempt_until_whole(announced, version, copied)
             report = await report_of(lambda: version, attempts)
@@ -314,7 +315,7 @@ class Coordinator:
     def _replied(self, session: AgentSession, reply: Reply[Result]) -> None:
         """Pass an agent's answer to `resume_retries` and to the running round.
 
-        If the answer shows that the rank has begun or stopped to generate, wake the coroutines that wait for changes.
+        If the answer shows that the rank has started or stopped generating, wake the coroutines that wait for changes.
         """
         if self.resume_retries.on_reply(session.agent, reply):
             self.changes.notify()

@@ -27,7 +27,7 @@ def reply_budget_s(deadline_s: float) -> float:
     """Return the seconds that a peer gets for its work, if the controller waits `deadline_s` for its answer.
 
     The rest is time for the answer. So a trainer answers in time even if its writes to an unreachable engine time out.
-    If it did not answer, the round would end for all engines.
+    If a trainer did not answer, the round would end for all engines.
     """
     return deadline_s - max(0.1 * deadline_s, min(0.3 * deadline_s, ANSWER_S))
 
@@ -152,7 +152,7 @@ class Delivery:
         return ()
 
     def pop_incomplete(self) -> tuple[bool, frozenset[Link]]:
-        """Return the links that the delivery knows to be incomplete, and forget them.
+        """Return the links that the delivery knows to be incomplete, and clear its record of them.
 
         The round calls this when all commands of WRITE or VERIFY are answered, and then writes these links again.
 

@@ -83,7 +83,10 @@ class RoundDriver:
         self._events.put_nowait(event)
 
     def on_reply(self, session: AgentSession, reply: Reply[Result]) -> None:
-        """Queue a reply for the state machine. Ignore replies of other rounds and from sessions that take no part."""
+        """Queue a reply for the state machine.
+
+        Ignore replies of other rounds, and replies from sessions that are not part of this round.
+        """
         worker = session.peer
         if reply.round_id == self.round_id and self.sessions.get(worker) is session:
             self._times.answered(worker, reply.seq)

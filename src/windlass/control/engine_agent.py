@@ -81,7 +81,7 @@ class EngineHooks(Protocol):
         ...
 
     def finalise(self) -> None:
-        """Recompute state that the engine derives from its weights, and drop caches that old weights computed.
+        """Recompute state that the engine derives from its weights, and drop caches computed with the old weights.
 
         Called after new weights are in place, while the engine is paused.
         """
@@ -335,7 +335,9 @@ class EngineAgent:
                 raise PeerUnreachable(f"the engine did not resume: {self._not_resumed}")
 
     def _choose(self, backend: UpdateBackend) -> None:
-        """Let `backend` receive the bytes of the next rounds. If it differs from the present one, close its receiver.
+        """Let `backend` receive the bytes of the next rounds.
+
+        If `backend` is not the present backend, close the present backend's receiver first.
 
         Raises:
             ProtocolError: see `_choose_driven`.

@@ -11,7 +11,10 @@ from windlass.envs import control_token, secret_value
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the options of `windlass attach`. The token is in WINDLASS_TOKEN or the file of WINDLASS_TOKEN_FILE."""
+    """Add the options of `windlass attach`.
+
+    The token comes from WINDLASS_TOKEN, or from the file that WINDLASS_TOKEN_FILE names.
+    """
     parser.add_argument(
         "--layout", type=Path, required=True, metavar="FILE", help="file of `windlass capture`"
     )
@@ -26,7 +29,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Serve the controller's commands until a signal ends this process."""
+    """Carry out the controller's commands for a running SGLang server, until a signal ends this process."""
     from windlass.engines.launch import exit_at_signal
     from windlass.engines.sglang.outside import Attach, attach
     from windlass.engines.sglang.table import LayoutFile

@@ -136,7 +136,8 @@ def run(args: argparse.Namespace) -> int:
     configure_logging("controller")
     if args.json is not None and not args.json.absolute().parent.is_dir():
         raise ConfigError(f"demo: --json must be a file in a folder that exists, got {args.json}")
-    # Only a checkpoint's tokenizer needs slow imports. Without it, refuse wrong options before them.
+    # Without --checkpoint, refuse wrong options before the slow imports below. With --checkpoint,
+    # the check of the options needs the tokenizer, and so these imports.
     config = demo_config(args) if args.checkpoint is None else None
     console = plain_console()
     loads = Progress(is_shown=not args.plain and can_draw(console))
@@ -329,11 +330,13 @@ def _with_context(arguments: tuple[str, ...], kind: str, context: int) -> tuple[
 def _pause_mode(args: argparse.Namespace) -> PauseMode:
     """Return the default pause mode: `in_place` for vLLM on GPUs, `retract` for embedded engines with --colocate, otherwise `abort`.
 
-    An update of vLLM cannot retract requests, and SGLang gets `abort` even on GPUs: an answer of SGLang 0.5.16, the release for GPUs, names a single version for all of
-    its tokens, which would be wrong if a request continued after an update.
+    vLLM cannot retract requests at an update. SGLang gets `abort` even on GPUs: SGLang 0.5.16, the release for GPUs,
+    reports a single version for all tokens of an answer. This version would be wrong if a request continued after an
+    update.
     """
     if args.colocate:
-        # Requests lose their KV cache in each turn. Those of the embedded engine continue with the next version.
+        # Requests lose their KV cache in each turn. The embedded engine can prefill them again
+        # after the update.
         return PauseMode.RETRACT if args.engine == "embedded" else PauseMode.ABORT
     keeps = args.device == "cuda" and args.engine == "vllm"
     return PauseMode.IN_PLACE if keeps else PauseMode.ABORT
@@ -348,7 +351,7 @@ def _check_transport(args: argparse.Namespace, transport: str, *, is_server: boo
             f"demo: --transport must be one of {list(able)} with --device {device}, because {transport} writes only "
             f"{kind}, got {transport!r}"
         )
-    # The other backends move no weights by a transport.
+    # Only the backend p2p moves weights by a transport.
     if is_server and transport == "shm" and args.backend == "p2p":
         raise ConfigError(
             f"demo: --transport must not be shm with --engine {args.engine}, because shm writes only memory that it "

@@ -56,7 +56,9 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _checked_config(file: Path, *, runs_recipe: bool) -> LaunchConfig:
-    """Return the configuration of a job after all checks of a start. If `runs_recipe`, also run the recipe's file and its checks.
+    """Return a job's configuration after making all checks that a start makes.
+
+    If `runs_recipe`, also run the recipe's file and its checks.
 
     Raises:
         ConfigError: a check found a mistake; the error has all mistakes.
