@@ -104,7 +104,7 @@ class EngineChannel(AgentChannel):
     async def on_connected(self) -> None:
         """Report to the controller whether the engine generates now.
 
-        The stored replies that were sent again before this may say something else, because they are older.
+        The channel has sent stored replies again before this report. These replies are older, and may say the opposite.
         """
         epoch, round_number = self.stored.newest
         await self.send(
@@ -121,7 +121,8 @@ class EngineChannel(AgentChannel):
             # The engine's code may raise any exception. The rank must connect again in any case.
             except Exception as error:  # noqa: BLE001
                 self._not_resumed = f"{type(error).__name__}: {error}"
-                # A sleeping engine is no fault of the code, so it needs no stack.
+                # A WindlassError, for example of an engine that sleeps, is no bug, so log no
+                # traceback.
                 _log.warning(
                     "after the connection was lost: %s",
                     error,

@@ -349,8 +349,8 @@ class Fleet:
 
         Raises:
             ManifestError: the manifest is invalid, or of another rank or role.
-            ProtocolError: the protocol version is another one, the rank is not below the world size, the offers are
-                empty, or an offer is repeated or has an endpoint of another transport.
+            ProtocolError: the protocol version differs, the rank is not below the world size, the offers are empty, or
+                an offer is repeated or has an endpoint of another transport.
         """
         check_version(hello.protocol_version, hello.worker)
         if not 0 <= hello.rank < hello.world_size:
@@ -438,9 +438,9 @@ class Fleet:
             self._trainer_group = hello.group
             self._num_of_job[hello.job] += 1
             self._note_mesh(hello)
+            # A rank with a lineage was connected to a controller before, so its job is not new and replaces no job.
             if hello.job != self.job and not hello.lineage:
                 self.replace_job(hello.job)
-            # A rank with a lineage was connected to a controller before, so its job is not new and replaces no job.
             self.job = hello.job
         for past in [k for k in self._quarantined if k[0] == hello.worker and k != agent.identity]:
             del self._quarantined[past]
@@ -530,7 +530,8 @@ class Fleet:
     def quarantine(self, engines: Iterable[Identity]) -> None:
         """Quarantine these engine processes, so that no round writes to them. Update the states of all engines.
 
-        Processes that are not connected count too. Above `MAX_QUARANTINED` processes, the oldest are dropped.
+        Also record processes that are not connected. If more than `MAX_QUARANTINED` processes are recorded, drop the
+        oldest.
         """
         self._quarantine(engines)
         for group in self._groups.values():
@@ -567,11 +568,13 @@ class Fleet:
         return {trainer: hold.round_id for trainer, hold in self.holds.items()}
 
     def settle(self, trainer: Identity, round_id: RoundId, seq: int, result: Result) -> bool:
-        """End a hold if this late answer shows that the write of the hold has ended. A late answer follows its round's end.
+        """End a hold if a late answer shows that the write of the hold has ended.
 
-        The answer to the write command of a hold ends the hold. If it reports a link with an unknown outcome, the link's
-        engine is quarantined, as during the round. The answer to a probe also ends the hold: agents answer in order, so
-        the write has ended or has never begun.
+        Late answers arrive after the end of their round.
+
+        The answer to the write command of a hold ends the hold. If this answer reports a link with an unknown outcome,
+        quarantine the link's engine, as during the round. The answer to a probe also ends the hold: agents answer in
+        order, so the write has ended or has never begun.
 
         Returns:
             Whether the answer has ended a hold or quarantined an engine.
@@ -605,7 +608,9 @@ class Fleet:
             self._first_epoch = epoch
 
     def _settle_for_predecessor(self, source: Identity, round_id: RoundId, result: Result) -> bool:
-        """Quarantine the ranks that a write may still reach, as an answer to an earlier controller's command reports them.
+        """Quarantine the ranks that a write of an earlier controller may still reach.
+
+        `result` is the answer to the write command.
 
         A rank that is not connected is quarantined when it connects again. A process with epoch 0 in its Hello has got
         no command of an earlier controller, so it takes no part in such a write.
@@ -673,7 +678,7 @@ class Fleet:
     def _held_up(self, engine: Group) -> str:
         """Return why no round writes to an engine in the state WAITING: sources that have not answered a write to it.
 
-        Return an empty text in another state, and if there is no such source.
+        Return an empty string in any other state, or if there is no such source.
         """
         if engine.status is not EngineStatus.WAITING:
             return ""

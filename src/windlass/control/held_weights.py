@@ -55,13 +55,13 @@ class HeldWeights:
         self._replicated.bind(replicated)
 
     def note_read(self, read: Collection[int]) -> frozenset[int]:
-        """Record which parameters engines get. The check for NaN and infinity needs this.
+        """Record which parameters engines get, for the check for NaN and infinity.
 
         Args:
             read: indices of these parameters in the manifest.
 
         Returns:
-            The indices of the parameters whose boxes are compared between trainer ranks.
+            Indices of the parameters that the comparison of replicated boxes reads; see `Prepare`.
         """
         self._finite.bind(read)
         return self._replicated.read
@@ -69,7 +69,7 @@ class HeldWeights:
     def hold(self, version: int) -> None:
         """Record that the trainer publishes `version`, and keeps its weights unchanged from now until `release`.
 
-        Forget the changes that were recorded for the version before.
+        Clear the record of changes of the previous version.
         """
         self._version = version
         with self._noting:
@@ -142,8 +142,7 @@ class HeldWeights:
     def examine(self, command: Prepare) -> Prepared | Done:
         """Compute the digests for the comparison of trainer ranks, and look for NaN and infinity, as `command` demands.
 
-        Store the digests, which a repeated `command` gets again, and the names of parameters with NaN or infinity, which
-        `checked` adds to the answer.
+        Store the digests for a repeated `command`. Store the names of parameters with NaN or infinity for `checked`.
 
         Returns:
             Answer to `Prepare`: `Prepared` with the digests, or `Done` if this round compares nothing.
@@ -201,9 +200,9 @@ class HeldWeights:
     def checked(self, sent: Written) -> Written:
         """Return the answer to a write with the results of this rank's checks.
 
-        If a parameter changed during the write, its links count as failed. Digests do not detect such a change, because
-        the sender computes a digest of the bytes that it has read. The answer also names the parameters that contain NaN
-        or infinity.
+        If a parameter changed during the write, all links of the write count as failed. Digests do not detect such a
+        change, because the sender computes a digest of the bytes that it has read. The answer also names the parameters
+        that contain NaN or infinity.
         """
         sent = msgspec.structs.replace(sent, non_finite=self._non_finite)
         if self._one_sided.replica is not None or not (name := self._changed()):

@@ -196,7 +196,7 @@ class Journal:
         """Write an entry to the file, if there is one, and add the entry to the summary.
 
         If an earlier sync has failed, earlier entries may not be on disk. In that case, replace the file before writing
-        the entry; the new file has the summary and the newest entries. Afterwards compact a file that is too long.
+        the entry; the new file has the summary and the newest entries. Afterwards, compact the file if it is too long.
 
         Raises:
             OSError: the entry or the new file cannot be written. The summary does not contain the entry then, but a

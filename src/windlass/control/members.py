@@ -191,7 +191,10 @@ class Members:
         return {who: printable(reason) for who, (_, reason) in self.refusals.items()}
 
     def _note_refusal(self, who: str, engine: str, reason: str) -> None:
-        """Record why `who`, a rank of `engine` or the engine itself, was refused. The record lasts until it is admitted."""
+        """Record why `who`, a rank of `engine` or the engine itself, was refused.
+
+        The record lasts until `who` is admitted.
+        """
         self.refusals[who] = engine, reason
         if len(self.refusals) > KEPT_REFUSALS:
             del self.refusals[next(iter(self.refusals))]
@@ -212,11 +215,11 @@ class Members:
     async def admit(
         self, first: AgentFrame, socket: web.WebSocketResponse
     ) -> tuple[AgentSession, Welcome] | None:
-        """Admit the agent that sent `first` over the connection `socket`: add its rank to the fleet and its session here.
+        """Admit the agent that sent `first` over `socket`: add its rank to the fleet and its session to `sessions`.
 
-        An earlier connection of the same process is closed, and a new trainer job disconnects the ranks of the job before.
-        The records of refusals of this rank and its engine are removed, and so is `unbindable`. If an engine rank is
-        refused for good, the reason is recorded, and callers that wait for this engine fail.
+        Close an earlier connection of the same process. If the agent belongs to a new trainer job, disconnect the ranks
+        of the previous job. Remove the records of refusals of this rank and its engine, and clear `unbindable`. If an
+        engine rank is refused for good, record the reason: callers that wait for this engine then fail.
 
         Returns:
             The agent's session, and the answer to the agent; None if `first` is `CannotJoin`, which only reports why
@@ -251,7 +254,8 @@ class Members:
         if self.refusals.get(frame.group) != (frame.group, reason):
             _log.error("engine %s cannot join: %s", frame.group, reason)
         group = self._fleet.group_of(frame.group)
-        # If all ranks of the engine are connected, another process with the engine's name has failed.
+        # If all ranks of the engine are connected, the report comes from another process with the
+        # engine's name. Callers that wait for the connected engine must not fail.
         if group is None or not group.complete:
             self._note_refusal(frame.group, frame.group, reason)
 
@@ -304,7 +308,10 @@ class Members:
             await self._send_away(rivals.workers, reason)
 
     def _keeps_place(self, job: Group) -> bool:
-        """Return whether a new trainer job must wait for this job: it may still write, or it is complete in this run."""
+        """Return whether a new trainer job must wait for `job`.
+
+        Return True if `job` may still write, or if all its ranks are connected and belong to this run.
+        """
         of_this_run = job.identities <= self._fleet.published_by or all(
             agent.hello.lineage in {"", self._run.lineage} for agent in job.agents.values()
         )
@@ -314,8 +321,8 @@ class Members:
     async def admitted(self, session: AgentSession) -> None:
         """Log how much memory an admitted agent has registered, and notify the coroutines that wait for agents.
 
-        Also call `MemberEvents.bring_up` if all ranks of the agent's group are now connected, or if a source has not
-        answered a write. It starts a task that brings up engines.
+        If all ranks of the agent's group are now connected, or if a source has not answered a write, also start a task
+        that brings up engines (`MemberEvents.bring_up`).
         """
         hello = session.agent.hello
         if hello.registered.num_regions:
@@ -335,7 +342,7 @@ class Members:
         """Handle one frame of an admitted agent.
 
         Raises:
-            Garbled: the frame may only be the first frame of a connection.
+            Garbled: the frame is a `Hello` or `CannotJoin`, which may only be the first frame of a connection.
             ProtocolError: an engine rank sent `Announce`, which only trainer ranks may send.
         """
         match frame:
@@ -393,7 +400,7 @@ class Members:
         self._is_ending = True
 
     async def lost(self, session: AgentSession, reason: str, *, ended: bool = False) -> None:
-        """Remove a connection, and its agent from the fleet.
+        """Remove a connection from `sessions`, and its agent from the fleet.
 
         Calls that wait for an answer of the agent raise PeerUnreachable. Then call `MemberEvents.lost`, and wake the
         coroutines that wait for changes.
@@ -444,10 +451,12 @@ class Members:
             self._tasks.spawn(session.close())
 
     def set_aside(self, session: AgentSession, reason: str) -> None:
-        """Exclude the engine of a rank that did not answer from bindings and rounds, and send the rank a probe in a task.
+        """Exclude a rank's engine from bindings and rounds, because the rank did not answer.
 
-        Store the reason in `Agent.silent`, so that the engine gets no traffic unless its weights are known to be mixed.
-        Wake the coroutines that wait for changes. The answer to the probe ends the exclusion.
+        Send the rank a probe in a task.
+
+        Store the reason in `Agent.silent`, so that the engine gets no traffic. Wake the coroutines that wait for
+        changes. The answer to the probe ends the exclusion.
         """
         self._fleet.note_silent(session.agent, reason)
         self._changes.notify()

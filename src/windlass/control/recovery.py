@@ -153,7 +153,8 @@ class CatchUps:
     def bring_up_soon(self) -> None:
         """Start a task that waits until no round runs, brings up engines that are behind, and binds the fleet.
 
-        Do not start a second task while one task still waits. Also send a probe to each source that has not answered a write, because no round writes to its engines until then.
+        Do not start a second task while one task still waits. Also send a probe to each source that has not answered a
+        write. Before this source answers, no round writes to the engines that its bytes may still reach.
         """
         if self._fleet.held:
             self._tasks.spawn(self._members.probe_held())
@@ -216,7 +217,7 @@ class CatchUps:
         self._failed(trainers.name, attempts, trainers.identities, report.reason)
 
     def lost(self, agent: Agent, *, ended: bool) -> None:
-        """Reset the count of failed attempts to bring up the engine of a rank that has lost its connection.
+        """Reset the failed attempts of an engine (or of the trainers) after one of its ranks has lost its connection.
 
         If `ended` is True for an engine rank, also start a task that ends the rank's hold later (`presume_ended`).
 
@@ -246,7 +247,8 @@ class CatchUps:
             return
         is_mixed = newcomer.status is EngineStatus.MIXED_WEIGHTS
         attempts = self._attempts_of(newcomer.name, newcomer.identities, clean=not is_mixed)
-        # Before the first version no engine can be a donor, so skip the search, whose cost is quadratic in engines.
+        # Before the first version no engine can be a donor, so skip the search. Its cost is
+        # quadratic in the number of engines.
         donors = filter(self._fleet.serves, self._fleet.engines()) if version >= 0 else ()
         trainers = self._fleet.trainers()
         candidates = sorted(
@@ -391,7 +393,7 @@ class ResumeRetries:
         if not agent.not_resumed:
             self.forget(agent.identity)
         elif SLEEPS in agent.not_resumed:
-            # No command but a round can wake it.
+            # Only a round wakes this engine, so do not repeat the command.
             self.forget(agent.identity)
         elif agent.identity not in self._retrying:
             _log.warning("%s did not resume: %s", agent.hello.worker, agent.not_resumed)
@@ -406,8 +408,8 @@ class ResumeRetries:
     async def _retry(self, agent: Agent) -> None:
         """Send an engine rank up to `MAX_ATTEMPTS` commands to resume, each in a new epoch and while no round runs.
 
-        `forget` cancels this task when the rank has resumed. If the task comes to its end, it logs an error and stores in
-        the journal that the rank stays paused.
+        `forget` cancels this task when the rank has resumed. After the last command and another delay, log an error and
+        store in the journal that the rank stays paused.
         """
         worker = agent.hello.worker
         for num_told in range(MAX_ATTEMPTS):

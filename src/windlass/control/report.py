@@ -281,9 +281,10 @@ class UpdateReport(msgspec.Struct, frozen=True, tag="update_report", kw_only=Tru
 
 
 def told_to_trainers(report: UpdateReport) -> UpdateReport:
-    """Return the report for trainer ranks: with only the `TOLD_COSTS` ranks that took longest to bind or used most memory.
+    """Return the report that trainer ranks get, with the figures of only a few ranks.
 
-    With the figures of all ranks, each of R ranks would get R figures: the bytes would grow with the square of the fleet.
+    These are the `TOLD_COSTS` ranks that took longest to bind, and the `TOLD_COSTS` ranks that used most memory. If
+    each rank got the figures of all ranks, the traffic would grow with the square of the number of ranks.
     """
     slowest = sorted(report.bound, key=lambda worker: -report.bound[worker].bind_s)
     told = {worker: report.bound[worker] for worker in slowest[:TOLD_COSTS]}

@@ -129,7 +129,7 @@ class RoundRunner:
         self.driver = driver = RoundDriver(
             spec,
             binding,
-            round_id=round_id,  # not `Run.round_id`: a Hello with a higher epoch changes it during the round
+            round_id=round_id,  # `Run.round_id` may change during the round, by a Hello with a higher epoch
             sessions=self._members.sessions,
             clock=time.perf_counter,
             on_phase=on_phase,

@@ -402,7 +402,8 @@ class RoundMachine:
             # A trainer that has answered its write command is needed only if links must be written again.
             if self.phase is Phase.PREPARE or worker in self._links.in_flight:
                 self._give_up(f"{worker}: {reason}")
-            # Only a `Release` can be left, and a process that has ended has freed its memory.
+            # Do not wait for the lost trainer. It can only owe the answer to `Release`, and its
+            # memory is free when its process has ended.
             self.pending = {seq: sent for seq, sent in self.pending.items() if sent[0] != worker}
 
     def _on_deadline(self) -> None:
@@ -552,7 +553,7 @@ class RoundMachine:
     # --- endings -----------------------------------------------------------------------------
 
     def _drop(self, name: str, reason: str, *, unknown: bool = False, lost: str = "") -> None:
-        """Leave one engine out and continue the round. If the engine was left out already, only quarantine it (`unknown`).
+        """Leave one engine out and continue the round. If the engine has left already, only quarantine it if `unknown`.
 
         Args:
             name: the engine.

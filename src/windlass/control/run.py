@@ -95,9 +95,9 @@ class Run:
     def note_joined(self, hello: Hello) -> None:
         """Update epoch and published version from the Hello of an admitted agent.
 
-        If an agent of this run reports a version up to `reserved`, the version was published. A controller without a
-        journal file also accepts versions of another run, but only before it has bound a plan, and only from trainers: an
-        engine may have served an unrelated run.
+        If an agent of this run serves a newer version, up to `reserved`, record that this version is published. A
+        controller without a journal file also accepts versions of another run, but only before it has bound a plan, and
+        only from trainers: an engine may have served an unrelated run.
         """
         # An agent refuses epochs below the highest that it has received from any controller.
         epoch = max(self.round_id.epoch, hello.epoch)
@@ -114,7 +114,7 @@ class Run:
             self.reserved = max(self.reserved, version)
 
     def forget_past(self) -> None:
-        """Forget the published version if it belongs to a previous run. Otherwise do nothing."""
+        """Clear the record of the published version if this version belongs to a previous run. Otherwise do nothing."""
         if self.fleet.lineage != self.lineage:
             self.reserved = -1
             self.fleet.publish(-1, self.lineage)
@@ -122,7 +122,9 @@ class Run:
     # --- entries of the journal --------------------------------------------------------------
 
     def reserve(self, version: int) -> None:
-        """Record in the journal that engines may serve `version`, before any engine is told to.
+        """Record in the journal that engines may serve `version`.
+
+        Called before the first engine gets the command to serve it.
 
         Raises:
             OSError: the journal cannot be written.
