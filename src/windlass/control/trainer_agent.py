@@ -106,9 +106,10 @@ class TrainerAgent:
         return Done()
 
     def close(self) -> None:
-        """Free the memory in which replicated weights are compared, and close the backend's sender. Idempotent.
+        """Free the memory in which replicated weights are compared, and close the sender that the backend made.
 
-        The sender of one-sided writes (the argument `sender`) stays open; the caller must close it.
+        Idempotent. The rank's sender of one-sided writes (the argument `sender` of this class) stays open: the caller
+        must close it.
         """
         self.held.close()
         self._binding.close()

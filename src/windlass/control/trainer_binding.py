@@ -51,8 +51,8 @@ class TrainerBinding:
     def bind(self, command: ConnectTrainer | ChangeLinks, epoch: int) -> Result:
         """Bind a plan (`ConnectTrainer`), or change single links of the bound plan (`ChangeLinks`).
 
-        After an error this rank counts as unbound. There is one exception: if it refuses to change links (`NotBound`), its
-        old links stay bound.
+        After an error this rank counts as unbound. There is one exception: if this rank answers a `ChangeLinks` with
+        `NotBound`, its old links stay bound.
 
         Args:
             command: the command.
@@ -81,7 +81,7 @@ class TrainerBinding:
         return Done() if offer is None else Offered(offer)
 
     def _connect(self, command: ConnectTrainer) -> GroupOffer | None:
-        """Bind the plan of the command with its backend instead of all earlier links; see `SenderBackend.connect`.
+        """Bind the command's plan with the command's backend. End all earlier links; see `SenderBackend.connect`.
 
         Record which parameters the plan reads, and which boxes are compared with other trainer ranks.
         """
@@ -111,7 +111,7 @@ class TrainerBinding:
     def _note_read(self, plan: TransferPlan) -> None:
         """Record the parameters that a plan reads.
 
-        Pass the indices of all parameters that are sent or compared to the callback `read`.
+        Call the callback `read` with the indices of all parameters that this rank sends, or compares with other ranks.
         """
         self._read.update(np.unique(plan.ops.src_parameter).tolist())
         compared = self._held.note_read(self._read)
@@ -120,7 +120,7 @@ class TrainerBinding:
         self._held.note_changes()
 
     def _choose(self, backend: UpdateBackend) -> None:
-        """Make `sender` a sender of `backend`. If the backend changes, close the sender of the backend before.
+        """Make `sender` a sender of `backend`. If the backend changes, close the sender of the previous backend.
 
         Raises:
             ConfigError: the backend cannot use the replica of this rank.

@@ -339,7 +339,7 @@ def hash_seed(seed: int) -> int:
 
 
 def _bits24(low: torch.Tensor, high: _HighHalf, seed: int) -> torch.Tensor:
-    """Return a 24-bit hash of each number, computed in place of `low`."""
+    """Return a 24-bit hash of each number. This function overwrites `low`."""
     mixed = _signed(high * _HIGH) if isinstance(high, int) else high * _HIGH
     state = low.bitwise_xor_(mixed).add_(seed)
     state.bitwise_xor_(state >> 16).mul_(_MIX_1)

@@ -337,7 +337,7 @@ class ElementIds:
     ) -> Parts | None:
         """Return the boxes of this tensor that come from each of the `chosen` tensors of `codes` (a range of indices).
 
-        This is the opposite of `parts`: a box is a box of this tensor, and its offset and strides are places in the
+        This is the opposite of `parts`: each box is a part of this tensor, and its offset and strides are places in a
         chosen tensor. Call `check` first, as for `parts`.
 
         Args:

@@ -47,7 +47,10 @@ def places_sum(values: torch.Tensor, places: torch.Tensor) -> int:
 
 
 def _mixed_sum(words: torch.Tensor, steps: torch.Tensor) -> int:
-    """Return the sum of a hash of each word and its step, (n,) each. The step depends on the word's index."""
+    """Return the sum of n hashes.
+
+    Each hash depends on a word and on its step, which the caller computes from the word's index.
+    """
     mixed = words.to(torch.int64, copy=True).add_(1).mul_(_WEIGHT).add_(steps)
     mixed.bitwise_xor_(mixed >> 29).mul_(_STEP)
     return int(mixed.bitwise_xor_(mixed >> 32).sum())

@@ -205,8 +205,8 @@ def _find_unloaded_mirrors(
 ) -> Mapping[str, Mirror]:
     """Return the mirrors (copies of weights) among the tensors that no load changed, by name.
 
-    `now` has the tensors of the restored model. `early` is the result of `_find_mirrors_before_loads` if `capture` does not restore
-    parameters; otherwise `early` is None, and this function makes the search.
+    `now` has the tensors of the restored model. `early` is the result of `_find_mirrors_before_loads`. If `early` is
+    None, this function makes the search.
 
     Raises:
         UnsupportedLayout: a value depends on weights, but an update cannot refill it; the message names these values.
@@ -352,8 +352,8 @@ def _observe_every_tensor(
 ) -> tuple[Seen, Recompute | None]:
     """Find out for each tensor that a load changes whether it is a copy of checkpoint elements or a computed tensor.
 
-    Call `_observe_once` until it has an answer for every tensor. A further call either reads more tensors at every
-    element instead of in whole rows, or loads its test values into every layer instead of one layer of each group of equal
+    Call `_observe_once` until it has an answer for every tensor. Each further call reads more tensors at every element
+    instead of only in rows, or loads test values into every layer instead of only one layer per group of identical
     layers.
 
     Returns:
@@ -506,8 +506,8 @@ def _compare_values(
 def _is_certain(numbers: ElementIds, check: Check, paddings: Mapping[int, int]) -> bool:
     """Return whether one successful check proves a tensor's layout.
 
-    The padding must have the same bytes as after the load of digits. A tensor with an assumed layout must also have at
-    least `FEW` elements.
+    The padding must have the same bytes as after the load of digits. If the layout was taken over from an identical
+    layer, the tensor must also have at least `FEW` checkpoint elements.
 
     `paddings` has the fingerprint of a tensor's padding after the load of digits. The key is the `id` of the tensor's
     `ElementIds`.
@@ -563,7 +563,7 @@ def _read_digits(
 
 
 def _find_read_tensors(loads: _Loads, placed: frozenset[str]) -> frozenset[str]:
-    """Find out by a load which checkpoint tensors outside `placed` the loader reads. Return their names.
+    """Load checkpoint tensors to find out which tensors outside `placed` the loader reads. Return their names.
 
     `placed` has the names of the checkpoint tensors with elements in the model.
     """
@@ -710,7 +710,7 @@ def _require_repeated(
 
     Raises:
         UnsupportedLayout: a tensor has other bytes than before the capture, or a Python number depends on the
-            checkpoint but not on coded values. The message names them.
+            checkpoint, but loads of random values do not change the number. The message names these tensors or numbers.
     """
     computed = frozenset() if part is None else frozenset(part.names)
     buffers = frozenset() if part is None else frozenset(spec.name for spec, _ in part.buffers)
