@@ -204,10 +204,10 @@ class WorkflowContext:
     ) -> Turn:
         """Generate an answer to messages, and return the `Turn` with the answer's `text`.
 
-        If the messages begin with the messages of an earlier call and its answer, the prompt continues that call's tokens:
-        nothing is tokenised again, and the calls are one sample. Other messages begin a branch, and so do messages for
-        which the chat template renders the earlier answer in another way. `chat_endpoint` has the same rule, see
-        `Conversations`.
+        If the messages begin with the messages of an earlier call and its answer, the prompt begins with the tokens of
+        that call. These tokens are not made again from text, and both calls belong to one sample. Other messages begin a
+        branch. Messages also begin a branch if the chat template renders the earlier answer in another way than before.
+        `chat_endpoint` has the same rule, see `Conversations`.
 
         Args:
             messages: the whole conversation.
@@ -245,7 +245,7 @@ class WorkflowContext:
         return self._prompts
 
     def _check_age(self, versions: Sequence[int]) -> None:
-        """Add the versions of new tokens; raise `TooOld` if the oldest and the newest version differ too much."""
+        """Record the versions of new tokens. Raise `TooOld` if the rollout's versions differ by more than `max_staleness`."""
         known, limit = (*self._versions, *versions), self._task.max_staleness
         oldest, newest = self._versions = min(known), max(known)
         if limit is not None and newest - oldest > limit:
@@ -415,7 +415,7 @@ class Attempts:
         """Tokenise text or messages, and generate and decode the answer.
 
         Raises:
-            AttemptError: there is no tokenizer, it refuses the messages, or as `generate`.
+            AttemptError: there is no tokenizer, the tokenizer refuses the messages, or `generate` raised this error.
         """
         prompts = self._prompts
         if prompts is None:

@@ -83,9 +83,9 @@ class FaultyTransport(WrappedTransport):
             return self._num_writes
 
     def write(self, batch: WriteBatch, *, deadline_s: float) -> None:
-        """Write like `inner`, but inject the fault that the constructor got for the number of this write.
+        """Write like `inner`, but inject the fault that `faults` has for the number of this write.
 
-        If the fault names another endpoint, it is not injected, neither now nor in a later write.
+        Ignore the fault if it is for another endpoint: no later write gets it.
         """
         with self._lock:
             number = self._num_writes

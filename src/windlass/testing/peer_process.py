@@ -147,7 +147,7 @@ class PeerProcess(Closing):
     def stop(self) -> None:
         """Send SIGSTOP to the child, and wait until the child has stopped."""
         self._process.send_signal(signal.SIGSTOP)
-        # Only a parent can wait; a `Child` may be a process of another parent.
+        # `waitid` works only for children of this process. A `Child` may be the child of another process.
         with contextlib.suppress(ChildProcessError):
             os.waitid(os.P_PID, self._process.pid, os.WSTOPPED | os.WEXITED | os.WNOWAIT)
 

@@ -145,7 +145,7 @@ class RolloutCallback(Closing):
         self._ended.set()
         self._call(PauseCall(session_s, self._stage, self._num_stages, LEASE_S), deadline_s)
         self._ended = ended = threading.Event()
-        # A daemon, so that a process that ends without `close` does not wait for it.
+        # A daemon thread: a process that ends without `close` must not wait for the thread.
         threading.Thread(
             target=self._report, args=(ended,), name="windlass-alive", daemon=True
         ).start()
@@ -171,7 +171,7 @@ class RolloutCallback(Closing):
         self._continue(number, deadline_s)
 
     def _continue(self, version: int, deadline_s: float | None) -> None:
-        """Send the call that ends the update, and end the thread of reports in any case. For errors see `_call`."""
+        """Send the call that ends the update. Also stop the thread of `_report`, even after an error (see `_call`)."""
         ended = self._ended
         try:
             self._call(ContinueCall(version), deadline_s)
@@ -186,7 +186,9 @@ class RolloutCallback(Closing):
                 self._call(AliveCall(), LEASE_S / 6)
 
     def engine_ranks(self, *, deadline_s: float | None = None) -> tuple[str, ...]:
-        """Return the names of the engine ranks in this update. In a `WeightGroup`, they are ranks 1, 2, and so on.
+        """Return the names of the engine ranks in this update.
+
+        In the process group of a `WeightGroup`, these engine ranks have the ranks 1, 2, and so on, in this order.
 
         Raises:
             RoundAborted: no update has begun.
@@ -255,7 +257,10 @@ class RolloutCallback(Closing):
         self._pool.shutdown(wait=False, cancel_futures=True)
 
     def _start(self, call: CallbackCall, deadline_s: float | None) -> Future[None]:
-        """Give a call the next number of this update, send the call in a thread, and return a future of its end."""
+        """Give a call the next number of this update, and send the call in a thread.
+
+        Return a future that is done when the controller has answered the call.
+        """
         with self._lock:
             number, self._num_calls = self._num_calls, self._num_calls + 1
 

@@ -159,8 +159,8 @@ class TrainerClient(Closing):
             ConfigError: `version` is not an integer >= 0, another version is still being published, or `copy` is set
                 and `connect_trainer` was called without `replica`.
             RoundAborted: the version was not published; the message has the reason. The engines continue to serve the
-                old version. Without `wait`, `result` raises this, unless `copy` is set and the round ended before the
-                weights were copied.
+                old version. Without `wait`, `result` of the returned update raises this error; but with `copy`, this
+                method raises it if the round ended before the weights were copied.
             PeerTimeout: the round did not end, or the weights were not copied, within `deadline_s`. Without `copy`, the
                 weights must not change until the round has ended.
             ProtocolError, PeerUnreachable: the connection to the controller has ended.
@@ -264,9 +264,13 @@ class TrainerClient(Closing):
     def _end(
         self, version: int, until_over: Callable[[], UpdateReport], copied: threading.Event | None
     ) -> UpdateReport:
-        """Wait for the end of a round by calling `until_over`, and return the report; raise RoundAborted if it failed.
+        """Wait for the end of a round by calling `until_over`, and return the report.
 
-        In every case, also after an error, free what `_begin` has locked, so that the next version can begin.
+        In every case, also after an error, release the locks that `_begin` has taken, so that the next version can begin.
+
+        Raises:
+            RoundAborted: the version was not published.
+            WindlassError: the error of `until_over`.
         """
         try:
             report = until_over()

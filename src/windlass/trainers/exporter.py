@@ -62,8 +62,9 @@ def captured_export(
 
     The exporter may gather, split, join, permute, transpose, repeat and cast elements, and may leave out padding. The
     call needs memory for a second copy of `tensors`, 8 bytes for each row of the exported tensors, and the memory that
-    the exporter itself needs. It runs the exporter once per 7 bits of the number of elements on all ranks (4 bits with
-    float8), and once more: 6 times for up to 34 billion elements, 7 times for up to 4 trillion.
+    the exporter itself needs. The number of runs of the exporter grows with the number of elements of all ranks together:
+    one run for every 7 bits of this number (4 bits with float8), and one additional run. These are 6 runs for up to 34
+    billion elements, and 7 runs for up to 4 trillion.
 
     Args:
         tensors: contiguous parameters and buffers of this rank by name. The result has an entry for each tensor that
@@ -74,8 +75,8 @@ def captured_export(
 
     Raises:
         ConfigError: the exporter raised an error on a rank, or yielded nothing.
-        UnsupportedLayout: an exported tensor has elements that are no copies of elements of parameters, or the exporter
-            does not export a parameter. The message has the names of all such tensors.
+        UnsupportedLayout: an exported tensor has elements that are not copied from a parameter, or the exporter leaves
+            out a parameter. The message has the names of all such tensors.
         PeerTimeout: another rank did not finish within `deadline_s`.
     """
     peers = _Peers(deadline_s)
@@ -134,12 +135,13 @@ def _require_success(reports: Sequence[_Report], error: Exception | None) -> Non
 
     Args:
         reports: reports of all ranks about the attempt.
-        error: error of the attempt on this rank, the cause of the raised error; None without an error.
+        error: exception of the attempt on this rank, which becomes the cause of the raised error; None if the attempt
+            succeeded on this rank.
 
     Raises:
         ConfigError: the exporter raised an error on a rank.
-        UnsupportedLayout: on some rank the exporter yields computed values instead of elements of a parameter; or, in the
-            last attempt, no rank exported some parameter.
+        UnsupportedLayout: on some rank the exporter yields computed values instead of elements of a parameter; or this
+            is the last attempt, and a required parameter was exported on no rank.
     """
     for rank, report in enumerate(reports):
         if report.failure and not report.refusal:
@@ -149,7 +151,8 @@ def _require_success(reports: Sequence[_Report], error: Exception | None) -> Non
     for rank, report in enumerate(reports):
         if report.refusal:
             raise UnsupportedLayout(f"{report.refusal} (rank {rank})") from error
-    # If several ranks have equal copies of a parameter, some exporters read one copy only.
+    # If several ranks have equal copies of a parameter, some exporters read only one rank's copy. So a parameter is
+    # missing only if no rank has exported it.
     exported = {name for report in reports for name in report.exported}
     missing = {name for report in reports for name in report.missing} - exported
     if missing and not any(report.again for report in reports):
@@ -305,7 +308,7 @@ def _attempt(
 
 
 def _refuse_two_sources(found: Mapping[str, list[PlacedShard]]) -> None:
-    """Raise UnsupportedLayout if two parameters of this rank become the same elements of one checkpoint tensor."""
+    """Raise UnsupportedLayout if two parameters of this rank are exported to the same elements of a checkpoint tensor."""
     first: dict[tuple[str, object], str] = {}
     for name, shards in found.items():
         for shard in shards:
@@ -373,7 +376,7 @@ def _observed(
             one = _same_as_before(exported, key, tensor, codes.num_digits)
             one.is_constant = fingerprint(memory_of(tensor)) == one.print
             check = one.numbers.check(tensor, codes, _SEED)
-            # Values without a number must not depend on parameters.
+            # Elements that come from no parameter (padding) must have the same values in every run.
             one.is_right = check.is_right and check.padding == one.padding
     gone = [name for (name, _), one in exported.items() if one.last_run != codes.num_digits]
     if gone:

@@ -253,7 +253,7 @@ def connect_trainer(
             matches no pattern and no trainer has it, the controller refuses the engine.
         release: function that frees memory of this rank, such as the weights on the GPU, for engines on the same GPU. A
             thread of the client calls it in every update, after the engines have verified their bytes and before they
-            allocate their caches. After `release` the weights may change or move before `publish` returns.
+            allocate their caches. After `release` the weights may change or move, even if `publish` has not returned yet.
         connect_deadline_s: seconds to wait for the controller, and for other ranks in each collective of `exporter`.
 
     Raises:

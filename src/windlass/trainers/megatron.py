@@ -83,9 +83,10 @@ def connect_megatron_trainer(
         transport: name or configuration; see `connect_trainer`.
         arena_nbytes: see `connect_trainer`.
         use_main_params: True to publish the optimizer's fp32 copies, False to publish the bf16 parameters.
-        copy_of: function from a parameter or buffer of the model to the tensor that is published in its place, of the
-            same shape and dtype. For a model that has no memory while it is published, such as with torch_memory_saver.
-            The copies must be whole: `publish` then does not call `make_whole`.
+        copy_of: function that takes a parameter or buffer of the model, and returns the tensor to publish in its place
+            (of the same shape and dtype). Pass it if the model has no memory during `publish`, such as with
+            torch_memory_saver. With `copy_of`, `publish` does not call `make_whole`, so call `make_whole` before you copy
+            the parameters.
         ignore: prefixes of the names of parameters to leave out (`mtp.`).
         group: name of the trainer job.
         replica: see `connect_trainer`.
@@ -191,7 +192,7 @@ def describe_megatron_trainer(
 def _copy(
     name: str, tensor: torch.Tensor, copy_of: Callable[[torch.Tensor], torch.Tensor]
 ) -> torch.Tensor:
-    """Return the tensor that is published in place of `tensor`; raise PlanError if its shape or dtype differs."""
+    """Return the tensor to publish in place of `tensor`. Raise PlanError if the two differ in shape or dtype."""
     found = copy_of(tensor)
     if (found.shape, found.dtype) != (tensor.shape, tensor.dtype):
         raise PlanError(
@@ -238,10 +239,11 @@ def _placed(
 
     Raises:
         ConfigError: there is neither an exporter nor a naming table.
-        UnsupportedLayout: neither of them can describe a parameter.
+        UnsupportedLayout: neither the exporter nor the naming table can describe a parameter.
     """
     if exporter is not None:
-        # The exporter reads model parameters, whose elements have the same order as the optimizer's copies.
+        # The exporter reads the model's parameters. If the optimizer's copies are published instead, the result is valid
+        # for these copies too: their elements have the same order.
         tensors = dict(_held(chunks, use_main_params=False, ignore=tuple(ignore)))
         try:
             found = captured_export(
@@ -403,13 +405,13 @@ def _held(
 ) -> Iterator[tuple[str, torch.Tensor]]:
     """Yield (name, tensor) for all parameters of this rank, and for the buffers that checkpoints contain.
 
-    Leave out an output layer that the model does not use. A name has the layer's number in the whole model, not in the
-    chunk.
+    Leave out an output layer that the model does not use. The layer numbers in the names count the layers of the whole
+    model, not of the chunk.
 
     Args:
         chunks: model chunks of this rank.
         use_main_params: whether to yield the optimizer's fp32 copies of trained parameters.
-        ignore: prefixes of such names to leave out.
+        ignore: prefixes of the names to leave out.
     """
     for chunk in map(_unwrap, chunks):
         numbers, unused = _layer_numbers(chunk), _unused_output(chunk)
@@ -428,7 +430,7 @@ def _unused_output(chunk: Any) -> torch.Tensor | None:
     """Return the output matrix of a chunk if Megatron never uses it; otherwise None.
 
     With tied embeddings and MTP layers, the last pipeline stage has a copy of the embedding and uses it as output matrix.
-    Megatron allocates an output matrix there, too.
+    Megatron also allocates a separate output matrix in this stage, but never uses it.
     """
     if not (chunk.share_embeddings_and_output_weights and chunk.post_process):
         return None

@@ -55,7 +55,9 @@ def reinforce_plus_plus(
     gamma: float = 1.0,
     sum_over_ranks: SumOverRanks | None = None,
 ) -> torch.Tensor:
-    """Return each token's discounted sum of later rewards, normalised over all tokens (REINFORCE++, arXiv:2501.03262).
+    """Return the discounted sum of each token's own and later rewards, normalised over all tokens (REINFORCE++).
+
+    See arXiv:2501.03262.
 
     Rewards of tokens that the model did not generate are ignored. For the variant with a baseline, pass rewards minus the
     mean of their group (`group_relative` without scale).

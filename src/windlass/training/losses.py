@@ -46,9 +46,9 @@ def token_logprobs(
 def kl_estimate(logprobs: torch.Tensor, reference: torch.Tensor, kind: Kl) -> torch.Tensor:
     """Return an estimate per token of KL(model || reference) from tokens that the model sampled.
 
-    K1, K2 and K3 are the estimators of Schulman, "Approximating KL Divergence" (2020). All have about the right value
-    for close models. As terms of a loss, only K2 has the right expected gradient for tokens of the model's own policy;
-    K3 is the term of GRPO (arXiv:2402.03300, equation 4).
+    K1, K2 and K3 are the estimators of Schulman, "Approximating KL Divergence" (2020). If the two models are close, the
+    mean of each estimator is close to the KL divergence. In a loss, only K2 has the right expected gradient if the
+    current model sampled the tokens. GRPO uses K3 (arXiv:2402.03300, equation 4).
 
     Args:
         logprobs: log-probabilities of the tokens in the model.
@@ -75,9 +75,9 @@ def log_ratios(
 ) -> torch.Tensor:
     """Return the logarithm of the ratio of new to old probabilities for each token, limited to [-20, 20].
 
-    For `Level.SEQUENCE`, each token gets the mean over the tokens of its sequence (GSPO, arXiv:2507.18071, equation 7),
-    and the gradient of the token's log-probability (GSPO-token, equation 14). With one advantage per sequence and a mean
-    over sequences, this gradient equals the gradient of the sequence's ratio.
+    For `Level.SEQUENCE`, the value of each token is the mean over its sequence (GSPO, arXiv:2507.18071, equation 7), and
+    its gradient is the gradient of the token's own log-probability (GSPO-token, equation 14). If all tokens of a sequence
+    have the same advantage and the loss is a mean over sequences, its gradient equals the gradient of GSPO's loss.
     """
     difference = (logprobs - old_logprobs) * mask
     if level is Level.SEQUENCE:
@@ -227,7 +227,7 @@ def policy_loss(
 def _sequence_sums(
     values: torch.Tensor, mask: torch.Tensor, sequences: torch.Tensor | None
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Return the sum of the values and the number of masked tokens of each sequence, and each token's sequence."""
+    """Return each sequence's sum of the values, its number of tokens with mask 1, and the sequence of each token."""
     if sequences is None:
         rows = torch.arange(len(values), device=values.device)
         sequences = rows.reshape(-1, *[1] * (values.dim() - 1)).expand_as(values)

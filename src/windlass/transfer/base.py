@@ -151,7 +151,7 @@ class RankReceiver(ReceiverBackend, Protocol):
 def status_of(error: BaseException) -> LinkStatus:
     """Return the status of a link after its write raised `error`.
 
-    Every exception of another class than WindlassError gives UNKNOWN, because bytes may still arrive after it.
+    An exception that is not a WindlassError gives UNKNOWN, because bytes may still arrive after such an exception.
     """
     match error:
         case PeerUnreachable():

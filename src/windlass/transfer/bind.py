@@ -24,7 +24,7 @@ def check_part(
     Args:
         manifest: manifest of this rank.
         workers: sources or destinations of the plan.
-        digests: one manifest digest per worker, for which the plan was made.
+        digests: digest of each worker's manifest when the plan was made.
         argument: "sources" or "destinations", for the error.
 
     Raises:
@@ -57,7 +57,7 @@ def bind_peers(
 
     Args:
         programs: the links.
-        bindings: bindings of at least their destinations.
+        bindings: bindings of the destinations of all these links, and possibly of other destinations.
         check: function that refuses a binding by raising PlanError or RegionError.
 
     Raises:
@@ -120,7 +120,10 @@ def check_binding(
 
 
 def check_digest_kind(kind: DigestKind, binding: DestinationBinding) -> None:
-    """Raise `PlanError` if the destination uses another digest algorithm: only one end has its weights on a GPU."""
+    """Raise `PlanError` if this rank and the destination hash differently.
+
+    In this case, one of the two has its weights on a GPU, and the other has its weights in host memory.
+    """
     if binding.digest_kind is not kind:
         raise PlanError(
             f"connect: {binding.worker}: weights must be on GPUs at both ends or in host memory at "
@@ -188,9 +191,10 @@ class SentLinks:
     def with_copies(
         self, copies: Mapping[str, str], bindings: Mapping[str, DestinationBinding]
     ) -> tuple[SentLinks, tuple[LinkProgram, ...]]:
-        """Return these links and additional links to further members of relay groups, which the transport writes.
+        """Return these links plus one link for each further member of a relay group.
 
-        A link to a further member has the same bytes as the planned link to the first member of its group.
+        The transport itself writes to the further members. A link to a further member has the same bytes as the planned
+        link to the first member of its group.
 
         Args:
             copies: further member -> first member. A further member is ignored if this rank has no planned link to its

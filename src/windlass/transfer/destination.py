@@ -133,10 +133,10 @@ class Destination:
 
     @property
     def memory(self) -> MemoryOps:
-        """Memory of the live parameters.
+        """Operations on the memory of the live parameters.
 
         Raises:
-            PlanError: the parameters are not all on one GPU or all in host memory.
+            PlanError: the parameters are on several GPUs, or partly on a GPU and partly in host memory.
             TransportUnavailable: the kernels cannot be compiled for the GPU.
         """
         if self._memory is None:
@@ -221,8 +221,8 @@ class Destination:
 
         Args:
             expected: source -> digest.
-            hashed: source -> digest that this rank computed during the writes. If such a digest is not the expected one,
-                this method computes it again.
+            hashed: source -> digest that this rank computed during the writes. If a digest differs from the expected
+                digest, this method hashes the memory again.
 
         Returns:
             Sorted names of the sources whose bytes have another digest on this rank, and of sources without a link to
@@ -282,7 +282,10 @@ class Destination:
         return self._staging.address
 
     def _unbind(self) -> None:
-        """Drop all links and what `bind` prepared for them. No kernel may use it any more. Shadow and staging memory stay."""
+        """Drop all links, and free the digests and copies that `bind` prepared. No kernel may use these any more.
+
+        Keep the shadow copy and the staging memory.
+        """
         if self.digests is not None:
             self.digests.close()
             self.digests = None

@@ -109,7 +109,7 @@ def _is_off_mesh(tensor: torch.Tensor) -> bool:
 
 
 def _box_of(name: str, tensor: DTensor, *, by_fsdp: bool) -> Box:
-    """Return the box of a DTensor that this rank has, by repeating the cuts in their order.
+    """Return this rank's box of a DTensor, computed by making the cuts of the mesh axes in their order.
 
     Raises:
         UnsupportedLayout: see `local_shard`.
@@ -165,8 +165,8 @@ def _is_in_order(mesh: DeviceMesh) -> bool:
 def _cut_order(name: str, tensor: DTensor) -> dict[int, list[int]]:
     """Return tensor dim -> mesh axes that cut the dim, in the order of the cuts.
 
-    The split factor of a strided shard is the number of parts into which earlier cuts, of axes to its right, have
-    divided the dim. It shows where the cut belongs in the order.
+    The split factor of a strided shard is the number of parts into which earlier cuts have divided the dim. These are
+    cuts of mesh axes to the right of the shard's axis. So the split factor determines the cut's place in the order.
 
     Raises:
         UnsupportedLayout: a placement is neither shard nor replica, or no order of the cuts gives the split factor of a
@@ -254,8 +254,8 @@ def held_tensors(
 
     Args:
         module: the module.
-        name_map: function that gets names without the parts from `torch.compile`, activation checkpointing, FSDP1 and
-            `DistributedDataParallel`, see `NameMap`. None keeps these names.
+        name_map: see `NameMap`; None keeps all names. Names have no parts that `torch.compile`, activation checkpointing,
+            FSDP1 or `DistributedDataParallel` inserted.
         role: with a role, the tensors are checked, and FSDP2 modules are resharded (locally, without communication).
             TRAINER also leaves out buffers that cannot be sent (complex, sparse, without memory). Few engines need such
             a buffer, and an engine that needs it reports it as missing. None is for tensors that were described before:
@@ -515,7 +515,7 @@ def _converted(
     Args:
         module: module that may contain a transformers model.
         parts: all parts of the module.
-        owner: index of the first part of the same parameter, per part.
+        owner: for each part, the index of the first part of the same parameter.
         by_name: whether to convert only parts with the name of a tensor in the model. The other parts have their
             checkpoint names already, from `name_map`.
 
@@ -586,7 +586,7 @@ class _State:
 def _merged(modules: Sequence[torch.nn.Module]) -> Iterator[tuple[int, tuple[str, ...]]]:
     """Yield the `id` of each PEFT layer with merged adapters, and the names of these adapters.
 
-    PEFT merges by writes to `Tensor.data`, which torch does not count.
+    The write counters of torch do not show a merge, because PEFT writes to `Tensor.data`.
     """
     if "peft" not in sys.modules:
         return

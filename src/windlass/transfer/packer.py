@@ -174,7 +174,7 @@ class Packer:
     def hash_links(self, programs: Sequence[LinkProgram], threads: Executor) -> dict[str, str]:
         """Compute the digests of these links from the current parameters, and pack nothing; return peer -> digest.
 
-        In host memory, `threads` compute them.
+        If the parameters are in host memory, the threads of `threads` compute the digests.
 
         Raises:
             TransferFailed: a cast overflows, or other work of this process on the GPU did not end within `OWN_WORK_S`.
@@ -216,9 +216,9 @@ class Packer:
     def ring(self, program: LinkProgram, peer: Peer) -> Iterator[WriteBatch]:
         """Yield the writes of a link, and pack its payload in turns into the two halves of the arena.
 
-        The caller may request the next batch while one batch is still being written. All batches before that one must
-        have been written, because the request may pack another turn into the half that such a batch used.
-        This method computes no digest; the link has the digest of `hash_links`.
+        When the caller requests the next batch, the writes of the last batch may still run, but all earlier batches must
+        have been written: the request may pack another turn into the half of the arena that earlier batches used.
+        This method computes no digest; `hash_links` computes the digest of the link.
         """
         self.memory.settle(OWN_WORK_S)
         yield from self._direct(program, peer)
@@ -229,7 +229,7 @@ class Packer:
             places: tuple[range, ...] = (range(start, middle), range(middle, middle + nbytes))
             if nbytes < self._least(program) and self.holds((program,)):
                 # Half of the arena is too small for this link, but the whole arena is large enough. `ring` gets such a
-                # link only when it is written again.
+                # link only when the link is written again.
                 places = (range(start, start + self.slot.nbytes),)
             self._packs[key] = self.memory.pack_link(program, self._sources, places)
         pack = self._packs[key]
