@@ -87,7 +87,7 @@ class RegisteredMemory:
         return tuple(self._registered)
 
     def cover(self, memories: Iterable[ParameterMemory]) -> float:
-        """Register the memory of these parameters. Unregister allocations that contain none of them.
+        """Register the memory of these parameters. Unregister earlier regions that do not fit these parameters.
 
         Returns:
             Duration in seconds; 0 if no parameter has moved since the last call.

@@ -190,8 +190,8 @@ class RelaySender:
 
     def end(self, *, unknown: bool) -> None:
         """Send `End`, and close the connection. The caller must not write to the receiver after this."""
-        # The frame may be lost. The receiver then sees only the end of the connection, and the controller learns from
-        # the result of this rank that bytes may still arrive.
+        # The frame may be lost. The receiver then sees only a closed connection. The result of this rank tells the
+        # controller that bytes of this rank may still arrive in the receiver's memory.
         with contextlib.closing(self), contextlib.suppress(PeerUnreachable):
             self.send(End(unknown))
 
@@ -295,9 +295,9 @@ class RelayReceiver:
             return frozenset(of_round.joined)
 
     def refuse(self, round_id: RoundId, upstream: str) -> None:
-        """Do not accept `upstream` in the round. Add its `End` to the events, so that `RelayNode.run` does not wait for it.
+        """Do not accept `upstream` in the round. Add an `End`, so that `RelayNode.run` does not wait for `upstream`.
 
-        If `upstream` was accepted before this call, it stays accepted, and no `End` is added.
+        If `upstream` was accepted before this call, it stays accepted, and no `End` is added to the events.
         """
         with self._lock:
             if round_id < self._oldest:
@@ -623,7 +623,7 @@ class GroupWrite:
         round_id: RoundId,
         deadline: Deadline,
     ) -> Carried:
-        """Write the chunks of all stripes whose root is `root` to this member, and wait for the end of the writes.
+        """Write to the member `root` the chunks of all stripes that have this root, and wait for the end of the writes.
 
         If the link is not packed, send only `End`. If no stripe of this root has a chunk, do nothing.
 
@@ -688,7 +688,7 @@ class RelaySource:
             addresses: relay listeners of the roots.
 
         Raises:
-            ProtocolError: GPU kernels write the bytes of this rank's links, and a relay needs writes by a transport.
+            ProtocolError: GPU kernels write this rank's links, but links to a relay group need a transport that writes.
             PlanError: a member has no binding, or a root has no address.
             RegionError: bytes would be written outside the regions of a member.
         """
@@ -776,7 +776,7 @@ class RelaySource:
         Args:
             name: the member.
             digest: digest of the link; empty if the link is not packed as a whole.
-            written: ended `GroupWrite.write_root` of a root; None for another member.
+            written: future of `GroupWrite.write_root`, which has ended, if the member is a root; None for other members.
             arena: arena from which the bytes were sent.
         """
         if written is not None and (lost := written.exception()) is not None:
@@ -929,7 +929,8 @@ class RelayRound:
     def on_stripe_end(self, upstream: str, stripe: int) -> None:
         """Record that an upstream writes no more chunks of a stripe, so that this rank no longer waits for them.
 
-        If chunks of the stripe are still missing, record their sources, and queue a `StripeEnd` to each child.
+        If chunks of the stripe have not arrived, record that bytes of their sources are missing, and queue a `StripeEnd`
+        to each child.
         """
         num_stripes = len(self._bound.upstream)
         left = self._left.get(upstream, set())

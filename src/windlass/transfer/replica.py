@@ -179,9 +179,9 @@ class Replica:
         self._taken = self._whole = False
 
     def end(self) -> None:
-        """End the version that `begin` began. Until the next `begin`, `is_taken` raises RoundAborted.
+        """End the version that `begin` began, because the weights may change after this call.
 
-        The reason is that the weights may change after this call.
+        Until the next `begin`, `is_taken` raises RoundAborted.
         """
         self._only_once = self._taken = True
         self._whole, self._on_taken, self._holds = False, None, None
@@ -271,7 +271,7 @@ class Replica:
     def _copy_by(
         self, gpu: Gpu, sources: UInt64Array, targets: UInt64Array, nbytes: UInt64Array
     ) -> float:
-        """Wait for the trainer's queued work, then copy ranges by a GPU, and wait for the end of the copy.
+        """Wait for the trainer's queued work, then copy ranges with a GPU, and wait for the end of the copy.
 
         `sources`, `targets` and `nbytes` are (n,): addresses, and sizes in bytes.
 
@@ -290,8 +290,8 @@ class Replica:
         try:
             self._copy.queue()
         finally:
-            # Wait after an error too, because a queued part of the copy may still read the sources. The trainer may
-            # change them after this.
+            # Wait after an error too: a queued part of the copy may still read the sources, and the trainer may change
+            # the sources after this method has returned or raised.
             gpu.finish(OWN_WORK_S)
         return step_s
 

@@ -92,8 +92,8 @@ class ReplicatedDigests:
     def take(self, turn: int, period: int) -> StructuredArray:
         """Hash the pieces that are compared in one turn, and return their digests.
 
-        The parameters must not change during this call. It uses up the tables of `cut_ahead`, sets `compare_s`, and
-        records the turn for the next `cut_ahead`.
+        The parameters must not change during this call. The call uses up the tables of `cut_ahead`, sets `compare_s`,
+        and records the turn for the next `cut_ahead`.
 
         On a GPU, first wait for all work that this process has queued there.
 
@@ -140,9 +140,9 @@ class ReplicatedDigests:
 
         This method does not read the values of parameters.
 
-        Do nothing if there was no `take` since the last call of this method, or if its period was 1. On a GPU, wait for all work
-        that this process has queued there before building the tables. The next `take` uses the tables only if no
-        parameter has moved.
+        Do nothing if `take` was not called since the last call of this method, or if the period of the last `take` was 1.
+        On a GPU, wait for all work that this process has queued there before building the tables. The next `take` uses
+        the tables only if no parameter has moved.
 
         Raises:
             TransferFailed, TransferOutcomeUnknown: see `take`. After this error, the next `take` builds the tables.

@@ -65,7 +65,7 @@ def local_part(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def transformers_model(module: torch.nn.Module, *, inside: bool = False) -> torch.nn.Module | None:
-    """Return the transformers 5 model inside the wrappers of `module`; None if it is another kind of module.
+    """Return the transformers 5 model inside the wrappers of `module`; None if `module` is another kind of model.
 
     With `inside`, search the submodules of `module` too, for example for the base of a PEFT model.
     """
@@ -375,7 +375,7 @@ def _unbound(tensor: _Watched, dim: int = 0) -> list[_Watched]:
 
 
 def _joined(tensors: Sequence[_Watched], dim: int = 0) -> _Watched:
-    """Return the concatenation of tensors along dim `dim`, with the pieces of all of them at their new offsets."""
+    """Return the concatenation of tensors along dim `dim`, with all their pieces at new offsets."""
     first = tensors[0]
     dim %= first.dim()
     ends = list(itertools.accumulate(tensor.shape[dim] for tensor in tensors))

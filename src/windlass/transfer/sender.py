@@ -139,7 +139,7 @@ class Sender:
         return self._lock
 
     def end_version(self) -> None:
-        """End the version that `begin_version` began. Later calls do not read its weights any more; see `Replica.end`.
+        """End the version that `begin_version` began. Later calls no longer read its weights; see `Replica.end`.
 
         Wait for a running copy. Do nothing without a replica.
         """
@@ -190,8 +190,8 @@ class Sender:
 
         Raises:
             PlanError: the number or the sizes of the parameters differ from the manifest.
-            RegionError, TransferFailed: memory of moved parameters, or an arena in place of an abandoned one, cannot be
-                registered or allocated.
+            RegionError, TransferFailed: parameters have moved and their new memory cannot be registered, or no arena can
+                be allocated in place of an abandoned arena.
             RoundAborted: the replica has no copy of this version, and the weights may have changed.
         """
         with self._lock:

@@ -141,7 +141,7 @@ class SenderBinding:
             The planned links to the first members.
 
         Raises:
-            ProtocolError: GPU kernels write the bytes of this rank's links, and a relay needs writes by a transport.
+            ProtocolError: GPU kernels write this rank's links, but links to a relay group need a transport that writes.
             PlanError: a member has no binding.
             RegionError: bytes would be written outside the regions of a member.
         """
@@ -164,8 +164,8 @@ class SenderBinding:
     def abandon(self, arena: Buffer | None) -> bool:
         """Abandon the memory that a write of unknown outcome may still read. Return whether the arena was abandoned.
 
-        With a replica, only record this; `settle_doubt` abandons replica and arena later. Without a replica, abandon
-        `arena`, unless it was abandoned before.
+        With a replica, only mark the replica as in doubt; `settle_doubt` abandons replica and arena later. Without a
+        replica, abandon `arena`, unless it was abandoned before.
         """
         if self.replica is not None:
             # Later writes of this round still read the copy. `settle_doubt` abandons it before the next round.

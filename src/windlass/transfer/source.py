@@ -136,7 +136,7 @@ class SourceMemory:
 
     @property
     def memory(self) -> MemoryOps:
-        """Memory of the parameters.
+        """Operations on the memory of the parameters.
 
         Raises:
             PlanError: `locate` was not called before.

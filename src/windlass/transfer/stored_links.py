@@ -187,7 +187,7 @@ class StoredLinks:
         return Written(tuple(outcomes[name] for name in destinations), 0.0, wire_s)
 
     def close(self) -> None:
-        """Free the tables, unmap the peers, unpin host memory, unless late kernels may still use them. Idempotent."""
+        """Free the tables, unmap the peers, and unpin host memory. Idempotent. Do nothing if late kernels may still run."""
         if not self.gpu.is_late:
             self._unload(self._links)
             self._sources.close()
@@ -306,7 +306,7 @@ class StoredLinks:
             name: the destination.
             gone: text that says that the destination's process has ended; empty if the process was running before the
                 stores.
-            late: why it is unknown whether the stores have ended; empty if they have ended.
+            late: reason why it is unknown whether the stores have ended; empty if the stores have ended.
             wire_s: seconds of the stores.
         """
         link = self._links[name]

@@ -159,7 +159,7 @@ class _PeftLayer:
 
 
 def _peft_layers(top: torch.nn.Module) -> Iterator[_PeftLayer]:
-    """Yield the PEFT layers of a module that have a base."""
+    """Yield each PEFT layer of a module, except layers without a base."""
     names: dict[int, list[str]] = {}
     for name, parameter in top.named_parameters(remove_duplicate=False):
         names.setdefault(id(parameter), []).append(without_marks(name))
