@@ -212,7 +212,7 @@ class TransportSet(OneSidedTransport):
         `parts` has the members' regions by name, and `refused` is the error of a member that refused the range.
 
         Raises:
-            RegionError: peers can write the range through no member.
+            RegionError: no member can make the range writable by peers.
         """
         # If a transport has the trait `allocates`, a region without a key is memory that the transport did not allocate.
         # Peers cannot write this region through the transport; it is only a source of writes.
@@ -229,7 +229,7 @@ class TransportSet(OneSidedTransport):
         return MemoryRegion(*span, remotes[0], tuple(remotes[1:]))
 
     def unregister(self, region: MemoryRegion, released: Callable[[], None] | None = None) -> None:
-        """Unregister a region at all members; `released` is called after the last of them has released it."""
+        """Unregister a region at all members. Call `released` after the last member has released the region."""
         with self._lock:
             done = self._regions.pop(region, None)
         if done is None:

@@ -109,7 +109,8 @@ class CudaIpcTransport(RegionTransport):
     def map_region(self, region: RemoteRegion) -> MappedRegion:
         """Map a peer's GPU memory into this process, and keep it mapped; see `PeerMapper`.
 
-        Memory of this process is only made accessible to this GPU. Mappings of processes that have ended are closed first.
+        First close the mappings of processes that have ended. A region of this process needs no mapping: only make it
+        accessible to this transport's GPU.
         """
         stop = region.address + region.nbytes
         ordinal, offset, handle = _parse_key(region.key)
@@ -136,7 +137,7 @@ class CudaIpcTransport(RegionTransport):
     def keep_mapped(self, regions: Iterable[RemoteRegion]) -> None:
         """Close the mappings that no region of `regions` needs; see `PeerMapper`.
 
-        Close none if work of the GPU has missed its deadline (`is_late`): it may still write through them.
+        Close no mapping if GPU work has missed its deadline (`is_late`): this work may still write through the mappings.
         """
         if self.gpu.is_late:
             return

@@ -358,7 +358,7 @@ class NetworkPeer(ABC):
             return error(f"{purpose}: {why}")
 
     def _crowded_out(self, deadline: Deadline) -> TransferFailed:
-        """Return the error for a write that other writes to the peer kept from beginning."""
+        """Return the error for a write that could not begin because other writes to the peer took too long."""
         return TransferFailed(
             f"{deadline.purpose}: other writes took all of the deadline of {deadline.seconds} s; "
             "this write did not begin"

@@ -228,7 +228,7 @@ def _prove(peer: PeerEndpoint, pid: int) -> None:
 
 
 def connect_within(line: socket.socket, peer: PeerEndpoint, seconds: float) -> None:
-    """Connect a Unix socket to the listener of `peer`. Wait while too many connections wait to be accepted there.
+    """Connect a Unix socket to the listener of `peer`. Wait while the listener's backlog is full.
 
     Later calls on the socket have the timeout `seconds`, too.
 

@@ -155,7 +155,7 @@ class PullTransport(RegionTransport):
         return WireReport("pull", "process_vm_readv", f"pid {self._endpoint.address}")
 
     def fence(self, *, deadline_s: float) -> None:
-        """Wait until this process no longer reads bytes for any writer. It carries out no request of a writer that has ended.
+        """Wait until this process has ended all reads for writers. No read begins for a writer that has ended.
 
         Raises:
             TransferFailed: a read still runs, or a copy by the GPU missed its deadline and may still write.
@@ -314,7 +314,9 @@ class PullTransport(RegionTransport):
 
 
 def _receive_request(line: socket.socket) -> tuple[Pieces, bytes, Deadline]:
-    """Receive a request; return its pieces (here, at the writer, sizes), the exported memory, and the deadline.
+    """Receive a request. Return its pieces, the exported memory, and the deadline.
+
+    The pieces are addresses in this process, addresses in the writer's process, and sizes.
 
     Raises:
         OSError: the writer has closed the connection or has ended.

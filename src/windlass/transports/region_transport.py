@@ -58,7 +58,7 @@ class RegionTransport(OneSidedTransport):
         return MemoryRegion(*span, RemoteRegion(self._endpoint, *span, key))
 
     def unregister(self, region: MemoryRegion, released: Callable[[], None] | None = None) -> None:
-        """See `OneSidedTransport.unregister`. If an unfinished call uses the region, store `released` for a later `write`."""
+        """See `OneSidedTransport.unregister`. If an unfinished call uses the region, a later `write` calls `released`."""
         with self._lock, self._current():
             self.table.remove(region)
             later = [free for free in (self._unregister(region), released) if free is not None]
@@ -74,7 +74,7 @@ class RegionTransport(OneSidedTransport):
                 )
 
     def write(self, batch: WriteBatch, *, deadline_s: float) -> None:
-        """See `OneSidedTransport.write`. Afterwards, call the stored `released` of regions that no unfinished call uses any more."""
+        """See `OneSidedTransport.write`. Then call the deferred `released` functions of regions that no running call uses."""
         name = self._endpoint.transport
         check_batch(self.table, batch, name)
         deadline = Deadline.after(deadline_s, f"{name} write to {batch.endpoint.address}")

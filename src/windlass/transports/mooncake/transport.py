@@ -157,7 +157,7 @@ class _Engine:
         """
         starts, sizes = [start for start, _ in steps], [stop - start for start, stop in steps]
         code = self.started.engine.batch_register_memory(starts, sizes)
-        # The engine checks for overlaps before it registers. After another error, some ranges are registered.
+        # The engine checks for overlaps before it registers. After any other error, some ranges may be registered.
         if code not in (0, _OVERLAP):
             self.unpin(starts)
         return code
@@ -240,7 +240,7 @@ class MooncakePeer(NetworkPeer):
             return super().is_in_use or any(not call.cancelled for call in self._open)
 
     def step_nbytes(self, region: RemoteRegion) -> int:
-        """Return the size in which the peer registered a region, or 0 if as a whole; raise `RegionError` for a wrong key."""
+        """See `NetworkPeer.step_nbytes`. The region's key contains the size; an empty key is 0."""
         key = region.key
         if not key:
             return 0
@@ -334,8 +334,8 @@ class MooncakePeer(NetworkPeer):
     def _read_token(self) -> int:
         """Read the peer's token. Return the engine's error code if the read fails.
 
-        Return `_OTHER_PROCESS` if the peer shall hold a token (`_holds_token`) and holds another one. Otherwise return 0.
-        Before the first read, check with a probe that the peer answers.
+        Return `_OTHER_PROCESS` if the peer's memory should contain its token (`_holds_token`) but contains another token.
+        Otherwise return 0. Before the first read, check with a probe that the peer answers.
         """
         engine = self._engine.started.engine
         if not self._answered:
@@ -465,7 +465,7 @@ class MooncakeTransport(NetworkTransport[MooncakePeer]):
         return WireReport("mooncake", self._started.wire, self._started.detail)
 
     def _register_together(self, spans: Sequence[tuple[int, int]]) -> list[str]:
-        """Pin all spans with all engines, or none of them; return the key of each span, which tells its step size.
+        """Pin all spans with all engines, or no span with any engine. Return the spans' keys, which contain the step size.
 
         Raises:
             RegionError: the library refuses a span.

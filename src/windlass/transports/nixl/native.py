@@ -214,7 +214,7 @@ def start_agent(
 ) -> tuple[NativeAgent, WireLog, str]:
     """Start a NIXL agent with a UCX backend. Return the agent, a reader of UCX's log for it, and a text with NIXL's version.
 
-    Set defaults of UCX and NIXL in this process's environment for good, and other variables during the start.
+    Set defaults of UCX and NIXL in this process's environment permanently, and set other variables only during the start.
 
     Args:
         name: name of the agent.

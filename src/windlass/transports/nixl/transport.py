@@ -465,7 +465,7 @@ class NixlTransport(NetworkTransport[NixlPeer]):
         )
 
     def _register_together(self, spans: Sequence[tuple[int, int]]) -> list[str]:
-        """Register all spans in one call of the library; return the key of each span, which has its metadata.
+        """Register all spans in one call of the library; return each span's key, which contains the span's metadata.
 
         Raises:
             RegionError: the library refuses a span.
