@@ -127,7 +127,10 @@ def _address(tensor: torch.Tensor) -> int:
 
 
 def _distinct(found: Reach, ignored: frozenset[int]) -> Mapping[str, Holding]:
-    """Return the tensors that a walk through the model has found, but only the first of tensors that share memory."""
+    """Return the tensors that a walk through the model has found, by name.
+
+    If tensors share memory, return only the first.
+    """
     counts = found.num_parameters, found.num_buffers, found.num_attributes
     direct = (Kind.PARAMETER, Kind.BUFFER, Kind.ATTRIBUTE)
     kinds = (kind for kind, count in zip(direct, counts, strict=True) for _ in range(count))
@@ -155,7 +158,7 @@ def _distinct(found: Reach, ignored: frozenset[int]) -> Mapping[str, Holding]:
 
 
 def tied_names(model: torch.nn.Module) -> Mapping[str, frozenset[str]]:
-    """Return, for each name of a parameter with several names, all names of the parameter.
+    """Map each name of a tied parameter to all names of this parameter. Leave out parameters with one name.
 
     Two parameter objects are one parameter if they have the same address, shape, strides and dtype.
     """
@@ -201,10 +204,10 @@ def _writable(node: Node) -> torch.Tensor | None:
 
 
 def _without_bits(tensor: torch.Tensor) -> torch.Tensor:
-    """Return a view of a tensor's memory whose elements are the values in memory.
+    """Return a view of a tensor that shows the values as they are stored in memory.
 
-    For a quantised tensor, these values are integers. For a view that negates or conjugates lazily, these are the values
-    before the negation or conjugation.
+    For a quantised tensor, these values are integers. For a view that negates or conjugates lazily, these values are
+    not yet negated or conjugated.
     """
     if tensor.is_quantized:
         integers = torch.empty(0, dtype=_QUANTISED[tensor.dtype], device=tensor.device)
@@ -219,7 +222,7 @@ def _without_bits(tensor: torch.Tensor) -> torch.Tensor:
 def _may_be_written(array: np.ndarray[Any, Any]) -> bool:
     """Return whether an array's memory may be written.
 
-    A read-only array may have writable memory; numpy then allows its flag to be set.
+    A read-only array may view writable memory. In that case, numpy allows the array's `writeable` flag to be set.
     """
     if array.flags.writeable:
         return True
@@ -247,11 +250,11 @@ def _of_array(array: np.ndarray[Any, Any]) -> torch.Tensor | None:
 
 
 def _copied(node: Node) -> torch.Tensor | None:
-    """Return a tensor of the elements of an object whose memory torch cannot view, or None.
+    """Return the elements of an object as a tensor if torch cannot view the object's memory, else None.
 
     Such an object is one of these: an object that contains bytes, a read-only array, an array of another byte order, a
-    tensor in a layout of oneDNN, or a weight that torch has packed for a quantised kernel. Return None for an object that
-    contains fewer than 32 bytes.
+    tensor in a layout of oneDNN, or a weight that torch has packed for a quantised kernel. Return None for a bytes-like
+    object of fewer than 32 bytes.
     """
     item = node.item
     if node.shape.form is Form.TENSOR:
@@ -272,10 +275,10 @@ def _copied(node: Node) -> torch.Tensor | None:
 
 
 def bytes_in(item: Any) -> np.ndarray[Any, np.dtype[np.uint8]] | None:
-    """Return an array that shares memory with an object with bytes.
+    """Return an array that shares memory with a bytes-like object.
 
     Return None for a closed object, and for a mapped file that is read-only or larger than 1 GiB: such a file probably
-    contains data, and no values that the engine computed from weights.
+    contains input data, not values that the engine computed from weights.
     """
     if isinstance(item, mmap.mmap):
         with suppress(ValueError):

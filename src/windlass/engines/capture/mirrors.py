@@ -178,7 +178,7 @@ def _origin(holding: Holding, sources: Sequence[Holding]) -> tuple[Mirror | None
 def _on_devices(
     holding: Holding, sources: Sequence[Holding]
 ) -> Iterator[tuple[Holding, list[Holding]]]:
-    """Yield a tensor and the weights on each device that has weights, the tensor's own device first.
+    """For each device with weights, yield the tensor and the weights on this device. The tensor's own device is first.
 
     On another device, yield a copy of the tensor with the same strides. Skip a device without memory for two copies.
     """
@@ -199,7 +199,7 @@ def _on_devices(
 
 
 def _in_memory_of(part: Part, copy: torch.Tensor, tensor: torch.Tensor) -> Part:
-    """Return a part with a view of `tensor` as its target, in place of the same view of `copy`.
+    """Return the part with a view of `tensor` as its target. Before, the target is the same view of `copy`.
 
     `copy` is a copy of `tensor` on another device, with the same shape and strides.
     """
@@ -236,7 +236,7 @@ def _readings(target: Holding, sources: Sequence[Holding]) -> Iterator[Holding]:
 
 
 def _without_expanded_dims(tensor: torch.Tensor) -> torch.Tensor:
-    """Return a view of a tensor without its expanded dims, so that no two elements are at the same place in memory.
+    """Return a view of a tensor in which every expanded dim has size 1, so that no two elements share memory.
 
     torch refuses to write to an expanded tensor.
     """
@@ -254,7 +254,8 @@ def _holder(holding: Holding) -> object | None:
 def _rival(holding: Holding, mirror: Mirror, sources: Sequence[Holding]) -> str | None:
     """Return the name of another weight that may be the mirror's source, or None.
 
-    Such a weight has the same values as the source, and a name that is at least as similar to the mirror's name.
+    Such a weight has the same values as the source. Its name is at least as similar to the mirror's name as the
+    source's name is.
     """
     if len(mirror.sources) > 1:
         return None
@@ -340,10 +341,10 @@ def _forms(tensor: torch.Tensor, width: int | None = None) -> Iterator[torch.Ten
 
 
 def _mirror(holding: Holding, sources: list[Holding]) -> Mirror | None:
-    """Return the description of a tensor as a mirror, or None if the tensor is not a mirror.
+    """Return the mirror that fills a tensor from weights, or None if the tensor is not a mirror.
 
-    Compare whole rows with all weights first. If this fails, compare a vector with pieces of the weights with the most
-    similar names, and a matrix with submatrices of these weights.
+    First compare whole rows with the rows of all weights. If this fails, use only the weights whose names are most
+    similar: compare a vector with pieces of them, and a matrix with submatrices of them.
     """
     for rows in _forms(holding.tensor):
         if rows.shape[1] >= FEW and (found := _from_rows(holding, rows, sources)):
@@ -392,7 +393,7 @@ def _from_rows(holding: Holding, rows: torch.Tensor, sources: list[Holding]) -> 
 def _from_all_rows(
     name: str, rows: torch.Tensor, alike: list[tuple[Holding, torch.Tensor]]
 ) -> Mirror | None:
-    """Search every nonzero row in each matrix of `alike`, and return the mirror.
+    """Search the matrices of `alike` for every nonzero row, and return the mirror.
 
     `alike` has the weights as matrices with the width of `rows`. Return None if a row is in no matrix, or the rows found
     in one matrix do not look like a slice.
@@ -466,7 +467,7 @@ def _rows_in(rows: torch.Tensor, places: torch.Tensor, matrix: torch.Tensor) -> 
 
 
 def _hashes(values: torch.Tensor) -> torch.Tensor:
-    """Return an int64 hash of each row's bytes, (rows,)."""
+    """Return an int64 hash of each row's bytes, as a vector."""
     bits = values.contiguous().view(torch.uint8).view(len(values), -1).to(torch.int64)
     places = torch.arange(1, bits.shape[1] + 1, device=bits.device)
     return (bits * (places * 0x9E3779B97F4A7C1 + 0x5851F42D)).sum(1)
@@ -695,7 +696,7 @@ class Later:
             self._watched.changed()
 
     def _is_unchanged(self) -> bool:
-        """Return whether nothing needs a search: the model references the same objects as at the last search.
+        """Return whether `look` can skip the search, because the model references the same objects as at the last search.
 
         The tensors that updates write must also have their old addresses. Return False if the last search was a full one.
         """
@@ -706,7 +707,7 @@ class Later:
         )
 
     def _look(self, *, is_full: bool) -> None:
-        """Search new tensors and new Python numbers, and replace `mirrors` by the mirrors that exist now.
+        """Search new tensors and numbers for copies of weights, and set `mirrors` to the mirrors that exist now.
 
         A tensor is new if it did not exist at the last call or has another address. If `is_full`, a tensor that was
         written since the last call is new, too. Record the state of all tensors for the next call.
@@ -777,7 +778,10 @@ def _state(holding: Holding) -> _State:
 
 
 def _is_new(now: _State, known: _State | None, *, is_full: bool) -> bool:
-    """Return whether a tensor may have a new value. `known` is its earlier state; None if the tensor did not exist."""
+    """Return whether a tensor may have a new value. Compare version counters only if `is_full`.
+
+    `known` is the tensor's earlier state, or None if the tensor did not exist.
+    """
     if known is None or now[1] != known[1]:
         return True
     return is_full and (now[0] is None or now[0] != known[0])

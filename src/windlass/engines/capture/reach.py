@@ -454,7 +454,10 @@ class _Walk:
                 self._add(tensor, _shape_of(tensor), node, Join.ITEM, name, joined(module.path, Join.ATTRIBUTE, name))  # fmt: skip
 
     def enter_others(self, begin: int) -> None:
-        """Enter every node from index `begin` on, and the classes of modules and objects, until none of them leads to a new node."""
+        """Enter every node from index `begin` on, and the classes of all modules and objects.
+
+        Repeat until no new node is found.
+        """
         nodes = self._found.nodes
         at, num_classes = begin, 0
         while True:
@@ -473,7 +476,8 @@ class _Walk:
     ) -> None:  # fmt: skip
         """Add a node for an object, unless the walk has found the object before.
 
-        The object of `holder` references the object by `join` and `key`. `path` replaces the path that these give.
+        The object of `holder` references `item`; `join` and `key` say how. If `path` is None, the path follows from
+        these three.
         """
         if id(item) in self._seen:
             return
@@ -516,9 +520,9 @@ class _Walk:
                 self._values(node, Join.CALL, (("", value) for value in _returned(item, shape.form)))  # fmt: skip
 
     def _is_of_server(self, kind: type) -> bool:
-        """Return whether the objects of a class that have a lock belong to the server, so that the walk skips them.
+        """Return whether a class whose objects have a lock belongs to the server. The walk skips such objects.
 
-        This is true for a class of a server's package, and for a class of a package to which no module of the model belongs.
+        This is true if the class is in a server's package, or if no module of the model is in the class's package.
         """
         package = kind.__module__.partition(".")[0]
         return package in _SERVERS or package not in self._packages
@@ -685,7 +689,7 @@ def _inside(item: Any) -> Iterable[object]:
 
 
 def _script_values(item: Any) -> list[object]:
-    """Return the tensors of compiled TorchScript, and other values of a module's attributes.
+    """Return the tensors of compiled TorchScript, and the values of a script module's other attributes.
 
     The tensors include the constants of the compiled graph. The returned constants share memory with the graph.
     """
@@ -924,8 +928,9 @@ def _variables_used_by(functions: list[FunctionType]) -> Iterator[tuple[dict[str
 def _variables_named_in(function: FunctionType) -> Iterator[tuple[dict[str, Any], str]]:
     """Yield (namespace, name) of every global variable that a function's code may read.
 
-    These are globals of its own Python module, and attributes of modules that the code names, except modules outside
-    (`_is_outside`). Some may be too many, because each name of the code is looked up in each of these modules.
+    These are globals of the function's own Python module, and attributes of the modules that the code names. Skip
+    modules for which `_is_outside` is true. The function may not read all of the yielded variables, because each name
+    in the code is looked up in each of these modules.
     """
     space = function.__globals__
     spelt = [*_names_in(function.__code__)]

@@ -273,7 +273,7 @@ class Search:
         yield from self._groups_with_sources(groups[half:], known=not first)
 
     def _possible_sources(self, members: frozenset[str]) -> frozenset[str]:
-        """Return the names in `members` that may be sources, from the layer and expert numbers in the names.
+        """Return the names in `members` that may be sources. Tell the names apart by their layer and expert numbers.
 
         Each combination of numbers in a name (layer, expert) has an index. For each binary digit of the index, change
         the tensors with digit 1, then the tensors with digit 0, and observe which computed tensors change.
@@ -404,8 +404,9 @@ class _Part:
     def disturbed(self, sources: frozenset[str]) -> frozenset[str]:
         """Make two trial updates; return the names of tensors that have wrong bytes afterwards or have moved.
 
-        The partial load of a trial update gets the tensors `sources`, and a load of the whole checkpoint has the right
-        bytes. If the loader raises in a partial load, return all computed tensors. Errors of whole loads are raised.
+        In a trial update, the partial load gets only the tensors `sources`. The right bytes are the bytes after a load
+        of the whole checkpoint. If the loader raises in a partial load, return all computed tensors. Errors of whole
+        loads are raised.
         """
         self.load(self.codes.random(0))
         before = self._fixed(sources)
