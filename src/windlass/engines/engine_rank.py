@@ -48,7 +48,8 @@ class EngineApi(Protocol):
         """Make the engine start no new requests, and abort, retract or keep its running requests (see `PauseMode`).
 
         Returns:
-            True if the engine's scheduler is paused until `resume`; False if only blocked main loops stop the engine.
+            True if the engine's scheduler is paused until `resume`; False if the engine stops only while its main loops
+            are blocked.
         """
         ...
 
@@ -123,7 +124,7 @@ class RankHooks:
         releases a blocked main loop) and reset `in_round`.
 
         Raises:
-            PeerTimeout: the rank is falling asleep, and was not done within `deadline_s`.
+            PeerTimeout: the rank was falling asleep, and did not finish within `deadline_s`.
             WindlassError: the engine did not pause, the main loop was not quiesced within `deadline_s`, or
                 `Captured.look` found a value that an update cannot refill.
         """
@@ -150,7 +151,7 @@ class RankHooks:
     def _stop(self, api: EngineApi, pause_id: str, mode: PauseMode, deadline_s: float) -> None:
         """Pause the engine, and make its main loops report to `QuiesceGate` when their last step has ended.
 
-        If `api.blocks(mode)`, block the loops at the same time. This function then does not wait for them.
+        If `api.blocks(mode)`, start a thread that blocks the loops, and do not wait for the loops.
         """
         # The thread that blocked the loops for the previous pause may not have ended yet.
         if self._blocked is not None:
@@ -363,7 +364,7 @@ class EngineRank:
         begun = time.perf_counter()
         sizes = [parameter.nbytes for parameter in captured.manifest.parameters]
         spans = zip(captured.addresses, sizes, strict=True)
-        # Memory that sleeps has no allocation in the driver's sense, and `pull` needs none.
+        # The driver has no allocation for memory that can sleep, and the transport `pull` needs none.
         allocation = None if self.sleep.is_enabled else allocation_of
         regions = transport.register_all(stretches(spans, allocation))
         # For a repacked parameter, `captured.addresses` has the address of the buffer that updates write.
@@ -395,7 +396,11 @@ class EngineRank:
 
     @property
     def served_weights(self) -> str:
-        """Identity of the weights that this rank serves, the same on all engines of a fleet; empty for no version of it."""
+        """Identity of the weights that this rank serves.
+
+        Ranks that serve the same version in one fleet return the same value. Empty if the rank serves no version of the
+        fleet.
+        """
         if self._client is None or self.served_version < 0:
             return ""
         return f"{self._client.agent.lineage}/{self.served_version}"

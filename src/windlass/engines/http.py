@@ -87,7 +87,7 @@ class EngineHttp:
 
         Raises:
             NoSuchRoute: the status is 404.
-            PeerUnreachable: the status is another one than 200, or the server cannot be reached.
+            PeerUnreachable: the status is neither 200 nor 404, or the server cannot be reached.
             PeerTimeout: the server did not answer within `deadline_s`.
         """
         headers = {**headers, KEY_HEADER: self.key}

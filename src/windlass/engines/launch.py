@@ -166,9 +166,9 @@ def _set_rendezvous_address(args: argparse.Namespace) -> None:
 def server_environment(args: argparse.Namespace) -> Iterator[dict[str, str]]:
     """Yield environment variables for the server: they make the server's plugin wait for an order to join.
 
-    The server's token is that of this process. If this process has none, the server gets no token if it has a
-    certificate, and otherwise a random one. The token is in a file that only this user can read. The file exists only
-    inside the block.
+    The server gets the token of this process. If this process has a certificate but no token, the server gets no token.
+    If this process has neither, the server gets a random token. The token is in a file that only this user can read.
+    The file exists only inside the block.
 
     Raises:
         ConfigError: a controller is given and no token, or the server has several nodes and no token.
@@ -328,7 +328,7 @@ def attach_running(args: argparse.Namespace) -> int:
         Always 0, the exit status.
 
     Raises:
-        ConfigError: no controller is given, the server does not run on this host, or it has left no key here.
+        ConfigError: no controller is given, the server does not run on this host, or it saved no key on this host.
         EngineRefused: the server did not join; the message has the server's reason.
         PeerUnreachable, PeerTimeout: the server did not answer.
         SystemExit: SIGTERM or SIGINT arrived.
@@ -409,8 +409,8 @@ def serve(
         args: options from `arguments`, with all addresses; the server listens on `args.port`.
         command: command of the engine's own server.
         ready_line: text that the server logs when it is ready.
-        task: function that this function calls with the URL of the ready server, instead of ordering a join. When the
-            function returns, this function kills the server.
+        task: called with the URL of the ready server, instead of an order to join. The server is killed when `task`
+            returns.
 
     Returns:
         The exit status of the server, or 2 if the server did not become ready or a rank failed to join. After a `task`,
@@ -540,7 +540,7 @@ def _report_cannot_join(args: argparse.Namespace, reason: str) -> None:
 
 
 def wait_for_server(host: str, port: int) -> None:
-    """Wait until the server accepts connections: it logs its ready line shortly before it accepts them.
+    """Wait until the server accepts connections, because it logs its ready line shortly before.
 
     Raises:
         PeerUnreachable: the server accepted no connection within `REACH_DEADLINE_S`.

@@ -86,8 +86,8 @@ def refuse_settings(
 ) -> None:
     """Check the settings of a running engine, which come from its options, files or defaults.
 
-    `setting` returns the value of a setting by name. It raises LookupError if the engine's release has no setting
-    of that name; such a rule is skipped. `transport` is the name of the engine's transport.
+    `setting` returns the value of a setting by name. It raises LookupError if the engine's release has no setting of
+    that name; the setting is then not checked. `transport` is the name of the engine's transport.
 
     Raises:
         ConfigError: a setting breaks a rule; the message names the setting and the reason.

@@ -67,7 +67,8 @@ class QuiesceGate:
     def held(self) -> Iterator[None]:
         """Count the main loop as blocked inside the `with` block, for an engine that runs its steps in the calling thread.
 
-        The thread runs no step inside the block. A pause that has not ended by then stays open until the agent ends it.
+        The thread runs no step inside the block. A pause that is open at the end of the block stays open until the
+        agent ends it.
         """
         with self.changed:
             self._blocked, self._reached = True, self._asked

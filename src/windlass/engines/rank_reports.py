@@ -161,8 +161,9 @@ def carry_out(
         folder: folder, on the host of the engine's server, where the HTTP process waits for the report.
         rank: index of this rank.
         order: function that carries out the order and returns the body of the report.
-        server_url: address of the engine's server. A rank on another host sends its report there, and its only
-            secret is the token of its own environment (`control_token`).
+        server_url: address of the engine's server. A rank on another host sends its report to this address. It cannot
+            read `folder`, so the only secret that it passes to `order` is the token in its own environment
+            (`control_token`).
     """
     token = ""
     if not environment_value(OTHER_NODES_VARIABLE):
@@ -201,7 +202,7 @@ def is_waited_for(report: ReportHead) -> bool:
     folder = Path(report.folder)
     try:
         require_own(folder)
-    except (ConfigError, OSError, ValueError):  # no path may contain a NUL
+    except (ConfigError, OSError, ValueError):  # ValueError: the path contains a NUL
         return False
     is_ours = folder.name.startswith(_PREFIX) and folder.parent == Path(tempfile.gettempdir())
     return is_ours and (folder / _SOCKET).is_socket()
@@ -336,8 +337,8 @@ def order_step(
 def check_layouts(engine: str, ranks: Sequence[CapturedLayout]) -> None:
     """Check that updates will reach every checkpoint tensor that the engine's loader reads.
 
-    If the loader reads a tensor but no rank's memory contains it, the values are in memory that capture cannot
-    see (such as a private copy of a kernel), so that updates would not change them.
+    If the loader reads a tensor but no rank's memory contains it, the values are in memory that capture cannot see
+    (such as a kernel's private copy), so that updates would not change them.
 
     Print to stderr: tensors that the loaders of all ranks skip; the bytes of buffers and the number of tensors
     that the loader recomputes after each update; the seconds of each capture stage on the slowest rank.

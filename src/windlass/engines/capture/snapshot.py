@@ -161,7 +161,7 @@ def _refill(container: Any, kept: Any) -> None:
 
 
 def _restore_bytes(item: object, kept: np.ndarray[Any, Any]) -> None:
-    """Restore the bytes of an object such as a bytearray, if the object still has as many bytes."""
+    """Restore the bytes of an object such as a bytearray, unless the number of its bytes has changed."""
     held = bytes_in(item)
     if held is not None and len(held) == len(kept) and not np.array_equal(held, kept):
         held[:] = kept
@@ -202,7 +202,7 @@ def _restore_function(function: FunctionType, kept: tuple[Any, Any]) -> None:
 
 
 def _restore_class(kind: type, kept: dict[str, object]) -> None:
-    """Set each recorded attribute of a class that now has another value, except attributes of Python itself."""
+    """Restore each recorded attribute of a class if its value has changed. Skip names that begin with two underscores."""
     for name, value in kept.items():
         if not name.startswith("__") and vars(kind).get(name) is not value:
             setattr(kind, name, value)

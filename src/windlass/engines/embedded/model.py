@@ -110,7 +110,7 @@ def _build(source: Path) -> Any:
 
 
 def _parallelize(module: Any, mesh: DeviceMesh) -> None:
-    """Shard in place every module over the mesh whose last name is in `TENSOR_PARALLEL_STYLES`. Collective.
+    """Shard every module whose last name is in `TENSOR_PARALLEL_STYLES` over the mesh, in place. Collective.
 
     Raises:
         ConfigError: a size of the model is not divisible by the number of ranks.
@@ -140,7 +140,10 @@ class _CutLinear(torch.nn.Module):
         self._by_inputs = by_inputs
 
     def forward(self, inputs: torch.Tensor) -> torch.Tensor:
-        """Return the output features of this rank's share. With `by_inputs`, return the sum over all ranks. Collective then."""
+        """Return this rank's output features.
+
+        If the layer is split by inputs, return the sum of all ranks' outputs (collective).
+        """
         if not self._by_inputs:
             return functional.linear(inputs, self.weight, self.bias)
         outputs = functional.linear(inputs, self.weight)

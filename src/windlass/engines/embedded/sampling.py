@@ -34,7 +34,7 @@ def sampled_logprobs(
 
 
 def biased(logits: torch.Tensor, bias: Mapping[int, float]) -> torch.Tensor:
-    """Return logits (V) plus the number that `bias` has for a token id."""
+    """Return the logits (V) after adding the numbers in `bias` (token id -> number)."""
     if not bias:
         return logits
     added = torch.tensor([*bias.values()], dtype=logits.dtype)
@@ -42,7 +42,7 @@ def biased(logits: torch.Tensor, bias: Mapping[int, float]) -> torch.Tensor:
 
 
 def penalised(logits: torch.Tensor, seen: Sequence[int], penalty: float) -> torch.Tensor:
-    """Return logits (V) with `repetition_penalty` for the tokens that prompt and answer contain."""
+    """Return the logits (V) with the repetition penalty for `seen`, the tokens of prompt and answer."""
     if penalty == 1.0:
         return logits
     ids = torch.tensor([*set(seen)])

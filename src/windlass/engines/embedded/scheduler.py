@@ -214,7 +214,10 @@ class Scheduler:
     # --- called by the model loop --------------------------------------------------------------
 
     def next_step(self) -> Step:
-        """Wait for a request or a pause, and return the next step. Before a pause, end or requeue requests as its mode says."""
+        """Wait for a request or a pause, and return the next step.
+
+        Before a pause, end or requeue requests by the pause's mode.
+        """
         with self._changed:
             self._changed.wait_for(self._has_work)
             if self._pause_wanted is not None:

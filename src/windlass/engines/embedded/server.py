@@ -147,9 +147,9 @@ class EngineServer:
             raise PeerTimeout(f"{where} does not serve after {START_DEADLINE_S} s") from None
 
     async def _generate(self, http: web.Request) -> web.StreamResponse:
-        """Queue a request and answer when its generation has ended, or as a stream. Raise ConfigError for an invalid request.
+        """Queue a request, and answer at the end of its generation or as a stream.
 
-        The server answers a request that raises ConfigError with status 400.
+        Raise ConfigError for an invalid request. The server then answers with status 400.
         """
         body = msgspec.json.decode(await http.read(), type=_Generate)
         if body.lora_path:
@@ -201,7 +201,7 @@ class EngineServer:
     ) -> web.StreamResponse:
         """Queue a request, and send its tokens as server-sent events. If the client disconnects, end the generation.
 
-        Each event has the tokens since the last event, as SGLang's with `--incremental-streaming-output`.
+        Each event has the tokens since the last event, as in SGLang with `--incremental-streaming-output`.
         """
         loop, has_new = asyncio.get_running_loop(), asyncio.Event()
 
@@ -218,7 +218,7 @@ class EngineServer:
             while not done.done():
                 await has_new.wait()
                 has_new.clear()
-                # The end comes after the last token, so the last event has the tokens that are left.
+                # If the request is done, the event after this loop sends the remaining tokens.
                 if not done.done() and (num_tokens := len(request.versions)) > num_sent:
                     await stream.write(_event(self._answer(request, num_sent, num_tokens)))
                     num_sent = num_tokens
@@ -233,7 +233,11 @@ class EngineServer:
         return stream
 
     def _answer(self, request: Request, begin: int, end: int | None = None) -> dict[str, object]:
-        """Return the tokens [begin, end) of an answer. `end` is None for the rest of a finished answer, with all versions."""
+        """Return the tokens [begin, end) of an answer.
+
+        If `end` is None, the answer is finished: return the rest of its tokens, its finish reason, and the versions of
+        all its tokens.
+        """
         finish = request.finish if end is None else None
         end = len(request.versions) if end is None else end
         tokens, versions = request.output_ids[begin:end], request.versions
@@ -267,7 +271,7 @@ class EngineServer:
         if self._tokenizer is None:
             self._tokenizer = await asyncio.to_thread(_tokenizer_of, self._settings.model)
         decode = self._tokenizer.decode
-        # A text of n bytes has at most n tokens. Four more tokens include the start of a character that is split.
+        # A text of n bytes has at most n tokens. Four more tokens cover a character that is split into several tokens.
         length = 4 + max(len(text.encode()) for text in texts)
 
         def has_stop(output_ids: list[int]) -> bool:
@@ -300,7 +304,7 @@ class EngineServer:
         return web.json_response({"parameter": self._read_weight(http.query.get("name", ""))})
 
     async def _pause(self, http: web.Request) -> web.Response:
-        """Pause the scheduler in a mode, and answer when it is paused. Each request is a pause of its own."""
+        """Pause the scheduler in the request's mode, and answer when it is paused. Each request gets its own pause id."""
         body = msgspec.json.decode(await http.read() or b"{}", type=_Pause)
         self._pauses += 1
         pause_id = f"http.{self._pauses}"

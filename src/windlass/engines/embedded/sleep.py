@@ -58,7 +58,8 @@ class SleepingWeights:
 
         Raises:
             TransferFailed: there is too little memory.
-            UnsupportedLayout: a parameter has moved, so that a round would fill other memory than the engine reads.
+            UnsupportedLayout: a parameter has moved, so that a round would write to memory that the engine does not
+                read.
         """
         self._memory.wake()
         if (found := tuple(self._locate())) != self._addresses:
@@ -72,7 +73,7 @@ class SleepingWeights:
         self.is_empty = False
 
     def require_may_sleep(self) -> None:
-        """Raise ConfigError if peers map or pin the memory, so that it must keep its pages."""
+        """Raise ConfigError if peers map or pin the memory, because mapped or pinned memory cannot be freed."""
         if not self._may_sleep:
             raise ConfigError(
                 "sleep: transport must be pull or cma, because every other transport needs the engine's memory to stay "

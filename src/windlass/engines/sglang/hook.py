@@ -253,7 +253,7 @@ def _carry_out_step(model: torch.nn.Module, order: Step, rank: int, secrets: Sec
 
 
 def _capture_layout(model: torch.nn.Module, order: Step, rank: int) -> tuple[Captured, bool]:
-    """Capture the layout. Return the layout, and whether SGLang changes no tensor before and after an order.
+    """Capture the layout. Return the layout, and the result of `orders_change_nothing`.
 
     Raises:
         UnsupportedLayout: see `capture`; or SGLang changes tensors around an order, and the engine has pipeline stages.
@@ -284,7 +284,7 @@ def has_sessions() -> bool:
 
 
 def orders_change_nothing(model: torch.nn.Module) -> bool:
-    """Return True if SGLang changes no tensor when it repacks weights after an order, or unpacks them before an order.
+    """Return True if neither repacking the weights (after an order) nor unpacking them (before an order) changes a tensor.
 
     Call this during an order, when weights are unpacked.
     """
@@ -372,7 +372,7 @@ def separate_caches() -> None:
 
 
 def _outdate_caches(namespace: str) -> None:
-    """Make later requests use no existing cache entries: set their namespace, and clear the embedding cache."""
+    """Make later requests use no existing cache entries: set a new namespace, and clear the embedding cache."""
     this_rank.namespace = namespace
     # The embedding cache has no namespaces. It is in `mm_schedule` in 0.5.23, and in `mm_utils` in 0.5.16.
     for module in ("mm_schedule", "mm_utils"):

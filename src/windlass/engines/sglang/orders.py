@@ -246,8 +246,9 @@ class SglangApi:
     def quiesce(self, pause_id: str, deadline_s: float, *, block: bool) -> None:
         """Send the order `Quiesce` to every rank, and return when the ranks have carried it out.
 
-        If the weights are lost, the order travels in the request that wakes them, without a session: it need not unpack or
-        post-process weights without values. With pipeline stages, also wait until every stage has noticed that no request is left.
+        If the weights are lost, the request that wakes them contains the order. No session is needed then, because the
+        weights have no values to unpack and post-process. With pipeline stages, also wait until every stage has noticed
+        that no request is left.
         """
         blocked_s = deadline_s if block else None
         answered_s = None if block else deadline_s
