@@ -312,7 +312,7 @@ def pause_at_once(manager_class: Any) -> None:
 def refuse_ignored(manager_class: Any) -> None:
     """Patch SGLang's `TokenizerManager` to refuse a seed or priority that SGLang would ignore.
 
-    SGLang (0.5.23) answers a ValueError of this method with HTTP status 400.
+    If the patched method raises ValueError, SGLang (0.5.23) answers with HTTP status 400.
     """
     generate: Callable[..., AsyncIterator[Any]] = manager_class.generate_request
 
@@ -438,15 +438,16 @@ class SglangMember(Member):
         If memory has slept, first pause generation. Record that the layouts are captured.
 
         Raises:
-            ConfigError: the memory was freed before the join, and the layouts could not be captured before that.
+            ConfigError: the memory was freed before the join, and the capture before that had failed (see
+                `before_release`).
             PeerUnreachable, PeerTimeout: see `join_fleet`.
         """
         if self._refusal:
             raise ConfigError(f"the memory was freed before the join, and {self._refusal}")
         settings, secrets = self._settings_and_secrets(order)
         if self._has_slept:
-            # Requests that wait for the weights hold a lock of SGLang, which orders need unless generation is paused. The
-            # end of the first round resumes it.
+            # Requests that wait for the weights hold a lock of SGLang. Orders need this lock unless generation is
+            # paused. The end of the first round resumes generation.
             secrets.server(settings.url).post(
                 "/pause_generation", {"mode": str(PauseMode.IN_PLACE)}, settings.join_deadline_s
             )
@@ -456,9 +457,9 @@ class SglangMember(Member):
     def before_release(self) -> None:
         """Make the ranks capture their layouts before their memory is freed for the first time.
 
-        Blocks; if a join is in progress, first wait for its end. A capture needs the weights that the server was started
-        with, and only ranks with a layout keep the scheduler paused while the weights are lost. If the capture fails, record
-        the reason: the server frees its memory as SGLang does by itself, and every later join is refused.
+        Blocks; if a join is in progress, first wait for its end. A capture needs the weights that the server was
+        started with, and only ranks with a layout keep the scheduler paused while the weights are lost. If the capture
+        fails, record the reason. The server then still frees its memory, and refuses every later join.
         """
         with self._is_joining:
             if not self._settings.enable_memory_saver:

@@ -104,7 +104,7 @@ def _of_accepted(compute: Any) -> Any:
         total = ordered.sum(-1, keepdim=True)
         before = (ordered.cumsum(-1) - ordered) / total
         mass = (ordered * (before <= top_ps)).sum(-1)
-        # A greedy request next to others has temperature 1 and top_k 1: it returns the model's log-probability.
+        # A greedy request in a mixed batch has temperature 1 and top_k 1. It returns the model's log-probability.
         is_greedy = (top_ks == 1) & (temperatures == 1.0)
         mass = torch.where(is_greedy[:, 0], 1.0, mass)
         found -= mass.log().reshape(found.shape)
@@ -113,9 +113,9 @@ def _of_accepted(compute: Any) -> Any:
 
 
 def _left(probs: torch.Tensor, sampling: Any) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return, for each row, the sum of the probabilities of all tokens that can be sampled, and their number.
+    """Return, for each row, the sum of the probabilities of all tokens that can be sampled, and the number of these tokens.
 
-    The sum is 1 if top_k is 1. For a greedy request the number is that of all tokens.
+    If top_k is 1, return the sum 1. For a greedy request, return the number of all tokens.
     """
     ordered = probs.sort(dim=-1, descending=True).values
     rank = torch.arange(probs.shape[-1], device=probs.device)
@@ -130,8 +130,8 @@ def _left(probs: torch.Tensor, sampling: Any) -> tuple[torch.Tensor, torch.Tenso
 
 
 def _correct_top(output: Any, mass: torch.Tensor, num_left: torch.Tensor) -> None:
-    """Correct the most probable tokens of each row as `next_token_logprobs`, and remove tokens that cannot be sampled."""
-    # Without a request for such tokens, the sampler does not wait for the GPU.
+    """Correct the log-probabilities of each row's most probable tokens. Remove tokens that cannot be sampled."""
+    # If no request asks for such tokens, return before `tolist` waits for the GPU.
     if not _has_top(output):
         return
     values, ids = output.next_token_top_logprobs_val, output.next_token_top_logprobs_idx

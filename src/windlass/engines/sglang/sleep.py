@@ -118,7 +118,7 @@ class RankSaver:
             finally:
                 scheduler.waiting_queue = waiting
             self._outdate()
-            # SGLang waits for all ranks before it frees weights, and not after.
+            # SGLang waits for all ranks before it frees weights, but not afterwards.
             dist.barrier(updater.tp_cpu_group)
         return ""
 
@@ -165,9 +165,9 @@ class RankSaver:
         self._runs = False
 
     def continued(self, scheduler: Any) -> None:
-        """Record, after SGLang's request to continue, that the scheduler must run. Pause it again if it may not run yet.
+        """Record, after SGLang's request to continue, that the scheduler must run.
 
-        It may not run while memory sleeps or the weights are lost.
+        While memory sleeps or the weights are lost, pause the scheduler again.
         """
         self._runs = True
         if self._state.is_at_rest:
@@ -179,8 +179,8 @@ class RankSaver:
         """Check that the weights have memory, at the addresses that they had before they slept.
 
         Raises:
-            TransferFailed: the weights sleep, or a tensor has moved, so that a round would fill other memory than the
-                engine reads.
+            TransferFailed: the weights sleep, or a tensor has moved, so that a round would write to memory that the
+                engine does not read.
         """
         if WEIGHTS in self._state.asleep:
             raise TransferFailed("the engine fell asleep while the pause began")
@@ -382,13 +382,14 @@ class ServerSleep:
 
         Raises:
             ConfigError: `mode` keeps the KV cache.
-            PeerUnreachable, PeerTimeout: the server did not pause, or a rank refused. The server generates again.
+            PeerUnreachable, PeerTimeout: the server did not pause, or a rank refused. If a rank refused, the server
+            generates again.
         """
         if mode is PauseMode.IN_PLACE:
             raise ConfigError(
                 "SGLang: sleep: mode must be abort or retract, because the KV cache is freed"
             )
-        # Ranks themselves return running requests to the queue.
+        # In mode `retract`, the ranks themselves return running requests to the queue.
         if mode is PauseMode.ABORT and not self._state.is_at_rest:
             self._server.post("/pause_generation", {"mode": str(mode)}, deadline_s)
         try:

@@ -249,7 +249,7 @@ def require_pull(transport: str) -> None:
     """Check the transport of a server with the memory saver; `transport` is its name or its configuration in JSON.
 
     Raises:
-        ConfigError: it is another transport than `pull`.
+        ConfigError: the transport is not `pull`.
     """
     if transport_name(transport) != SLEEPING:
         raise ConfigError(
@@ -311,8 +311,9 @@ def num_replicas(told: Mapping[str, object], dp_size: int) -> int:
 
     `told` has the server's resolved settings by name, and `dp_size` is its setting of this name.
 
-    Up to SGLang 0.5.21, with `enable_dp_attention`, `dp_size` is the number of attention groups, which share the ranks of
-    `tp_size`. Releases with `attn_dp_size` derive `enable_dp_attention` from it, and `dp_size` is the number of replicas.
+    Up to SGLang 0.5.21, `dp_size` is the number of attention groups if `enable_dp_attention` is set. These groups share
+    the `tp_size` ranks of one replica. Later releases have the setting `attn_dp_size` for the groups, and `dp_size` is
+    always the number of replicas.
     """
     shares_ranks = "attn_dp_size" not in told and bool(told.get("enable_dp_attention", False))
     return 1 if shares_ranks else dp_size

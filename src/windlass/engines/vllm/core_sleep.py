@@ -50,8 +50,9 @@ _turn = _Turn()
 def keep_lost_weights_paused() -> None:
     """Patch `sleep`, `wake_up` and `resume_scheduler` of this process's EngineCore. Idempotent.
 
-    The patched `sleep` refuses to sleep during a round. The patched `wake_up` wakes memory only if all ranks have enough.
-    The patched `resume_scheduler` does not resume while the weights are lost or a round writes them; see `go_on`.
+    The patched `sleep` refuses to sleep during a round. The patched `wake_up` wakes memory only if the GPUs of all
+    ranks have enough free memory. The patched `resume_scheduler` does not resume while the weights are lost or a round
+    writes them; see `go_on`.
     """
     from vllm.v1.engine.core import EngineCore
 
@@ -107,8 +108,8 @@ def is_at_rest(core: Any) -> bool:
 def begin(core: Any, pause_id: str) -> None:
     """Wake the weights before a round, if they sleep, and keep the scheduler paused until `go_on`.
 
-    `pause_id` is the id of the pause that the ranks' agents wait for. If the id is empty, it is the pause that the agents
-    have asked for last.
+    `pause_id` is the id of the pause that the ranks' agents wait for. An empty id means the pause that the agents have
+    asked for last.
 
     Raises:
         RuntimeError: a rank has too little memory, or the engine has woken since its agent asked for the pause. Before
@@ -156,7 +157,7 @@ def _is_empty(core: Any) -> bool:
 
 
 def _wake(core: Any, tags: Sequence[str]) -> None:
-    """Wake the memory with these tags on all ranks, if all ranks have enough.
+    """Wake the memory with these tags on all ranks, if the GPUs of all ranks have enough free memory.
 
     Raises:
         RuntimeError: a rank has too little memory (then no rank has woken memory), or a rank failed to wake. The workers
@@ -169,7 +170,8 @@ def _wake(core: Any, tags: Sequence[str]) -> None:
     executor.wake_up(list(tags))
     reasons = [reason for reason in core.collective_rpc(_FAILURE) if reason]
     if reasons:
-        # The executor counts the memory as awake. The ranks that have woken it ignore the next attempt.
+        # The executor now counts the memory as awake. Count it as asleep, so that the next call wakes it on the failed
+        # ranks; the other ranks ignore that call.
         executor.sleeping_tags |= {*tags}
         if "is_sleeping" in vars(executor):
             # vLLM 0.24; in later releases it is a property.

@@ -17,7 +17,9 @@ from windlass.errors import UnsupportedLayout
 
 
 def multiply_by_parameters(applies: Callable[[], bool]) -> None:
-    """Make this worker's linear layers read their parameters. Call this function before vLLM loads the model.
+    """Make this worker's linear layers compute with their parameters, not with packed copies.
+
+    Call this before vLLM loads the model.
 
     This has no effect outside a vLLM worker on a CPU. If vLLM packs the weight of a convolution (AVX512-BF16), the load of
     the model fails with UnsupportedLayout, because updates cannot reach the packed copy.

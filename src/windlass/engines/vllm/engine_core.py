@@ -341,8 +341,8 @@ def _prepare_order(core: Any, step: str) -> None:
     Before a capture, create `own_core.calls` (unless it exists), and clear the encoder cache.
 
     Raises:
-        RuntimeError: the server sleeps, so that its workers can neither capture nor register their memory. A join needs
-            the weights only.
+        RuntimeError: the server sleeps, so that its workers can neither capture nor register their memory. A capture
+            needs all memory awake, a join only the weights.
     """
     from vllm.v1.engine.core import EngineCoreProc
 
@@ -377,9 +377,10 @@ def load_current_entries(connector: Any, namespace: Namespace) -> None:
     """Patch the scheduler's side of a connector, so that the connector loads no cache entries of other weights.
 
     A connector that has looked up a request's prefix before the last update may still use the keys of that look-up.
-    `Namespace.enter` marks such requests. For them, the patched method reports that no tokens match. It does the same for a
-    request with the address of entries that other weights have computed. When a request finishes, the patched connector adds
-    the identity of the weights to the address of the request's entries.
+    `Namespace.enter` marks such requests. For these requests, the patched `get_num_new_matched_tokens` reports that no
+    tokens match. It does the same for a request that names entries (by their address) that other weights have computed.
+    When a request finishes, the patched connector adds the identity of the weights to the address of the request's
+    entries.
 
     `connector` is vLLM's `KVConnectorBase_V1`. Idempotent.
     """
@@ -433,9 +434,9 @@ def _quiesce(
 ) -> list[Any]:
     """Call `windlass_quiesce` in the workers with a new cache namespace; return their results.
 
-    If `first` is `ABORTS`, first abort all requests. If it is `RESTS`, the agent expects a server that sleeps; first wake
-    its weights. If `blocked_s` is not empty, hold the core's loop until the end of the pause, and set the version that the
-    workers return.
+    If `first` is `ABORTS`, first abort all requests. If `first` is `RESTS` (the agent expects that the server sleeps)
+    or the server sleeps, first wake the weights. If `blocked_s` is not empty, hold the core's loop until the end of the
+    pause, and set the version that the workers return.
     """
     if first == ABORTS:
         _abort_requests(core)
@@ -489,7 +490,7 @@ def _update_in_hold(
 def _receive_in_worker(worker: Any, info: dict[str, object]) -> int:
     """Block a worker until the round of a version has ended, see `receive_weights`. The worker calls this function.
 
-    Return the version that the worker then serves, negative for no version.
+    Return the version that the worker then serves, or a negative number if it serves no version.
     """
     engine = worker.weight_transfer_engine
     engine.receive_weights(engine.parse_update_info(info))
