@@ -54,7 +54,7 @@ class _Candidate(msgspec.Struct, frozen=True):
     top_logprobs: list[_Candidate] = []
 
     def most_probable(self, num_tokens: int) -> list[_Entry]:
-        """Return the most probable tokens. vLLM's list has the sampled token first, also if it is not one of them."""
+        """Return the most probable tokens. vLLM's list begins with the sampled token, even if other tokens are more probable."""
         found = [(each.logprob, each.token_id, None) for each in self.top_logprobs]
         possible = [each for each in found if each[0] > IMPOSSIBLE]
         return sorted(possible, key=lambda each: -each[0])[:num_tokens]
@@ -242,10 +242,10 @@ def _replay(body: bytes, receive: Receive) -> Receive:
 
 
 def _check(request: _Request, scope: Message) -> None:
-    """Check that the server does not ignore stop texts, because it has no tokenizer, or a priority.
+    """Check that the server can honour a request's stop texts (they need a tokenizer) and its priority.
 
     Raises:
-        ConfigError: the server would ignore one of them.
+        ConfigError: the server would ignore the stop texts or the priority.
     """
     if not request.sampling_params.stop and not request.priority:
         return
@@ -290,8 +290,8 @@ def _sampling(request: _Request) -> dict[str, object]:
         "presence_penalty": sampling.presence_penalty,
         "stop_token_ids": sampling.stop_token_ids,
         "ignore_eos": sampling.ignore_eos,
-        # 0: vLLM returns the log-probability of the sampled token, and of no other token. Otherwise its list begins with
-        # the sampled token, so that the most probable tokens need one more.
+        # With 0, vLLM returns the log-probability of the sampled token only. Otherwise vLLM's list begins with the
+        # sampled token, so ask for one more token.
         "logprobs": request.top_logprobs_num + 1 if request.top_logprobs_num else 0,
     }
 

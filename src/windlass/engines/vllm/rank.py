@@ -229,7 +229,7 @@ class _DirectCopies(TorchFunctionMode):
     def where_needed(self) -> Iterator[None]:
         """Enter this mode for the `with` block, unless an earlier load made no direct copies.
 
-        The reason for the exception is that this mode makes a load slower by seconds.
+        This mode makes a load slower by seconds.
         """
         if not self._is_needed:
             yield
@@ -282,8 +282,8 @@ def counted_once(known: SeenTensors) -> Iterator[None]:
     """Cache vLLM's counts of the elements that a weight loader copies, in the `with` block.
 
     vLLM's reload (0.24, 0.32) post-processes a layer when all elements of the layer have arrived. To count elements, it
-    calls every weight loader an additional time, on a parameter on the meta device. These calls take a third of a reload.
-    With the cache, vLLM makes one such call for all identical layers.
+    calls every weight loader an additional time, on a parameter on the meta device. These calls take a third of a
+    reload's time. With the cache, vLLM makes one such call for all identical layers.
 
     If a cached count were wrong, vLLM would post-process a layer too early, and capture would notice wrong values.
     """

@@ -66,7 +66,7 @@ class WorkerSleep:
         worker.sleep, worker.wake_up = self.sleep, self.wake_up
 
     def sleep(self, level: int = 1) -> None:
-        """Free the memory; see vLLM's `Worker.sleep`, and record in `rank.sleep` that it sleeps.
+        """Free the memory (see vLLM's `Worker.sleep`), and record in `rank.sleep` that the memory sleeps.
 
         At level 2, also record that the values of the weights are lost, and save the tensors that no update restores.
         """
@@ -81,11 +81,10 @@ class WorkerSleep:
         self._sleep(level)
 
     def wake_up(self, tags: Collection[str] | None = None) -> None:
-        """Map memory with these tags (all if None) again; see vLLM's `Worker.wake_up`. Skip memory that is awake.
+        """Map the memory with these tags again (all memory if None), if it sleeps; see vLLM's `Worker.wake_up`.
 
-        With the weights, also restore the tensors that `sleep` saved. Record a failure in `RankSleep.failure` and do not
-        raise it: if a worker raises, vLLM takes the answers of the other workers for the
-        answers to its next call.
+        If the weights wake, also restore the tensors that `sleep` saved. Record a failure in `RankSleep.failure` and
+        raise nothing: if a worker raises, vLLM takes the other workers' answers for the answers to its next call.
         """
         state, worker = self._rank.sleep, self._worker
         woken = state.asleep if tags is None else state.asleep & {*tags}

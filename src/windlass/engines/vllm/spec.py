@@ -279,8 +279,8 @@ def _node_options(args: argparse.Namespace) -> tuple[str, ...]:
 def generate_route() -> str:
     """Return the import path of the middleware that serves `/generate`; see `windlass.engines.vllm.generate_route`.
 
-    It is `GenerateRoute`, which translates vLLM's own route. It is `CompletionsRoute` if this vLLM has no such route, or if
-    `OWN_VERSIONS` is set, because vLLM's route would label tokens with vLLM's own versions.
+    The middleware is `GenerateRoute`, which translates vLLM's own route. It is `CompletionsRoute` if this vLLM has no
+    such route, or if `OWN_VERSIONS` is set, because vLLM's route would label tokens with vLLM's own versions.
     """
     has_route = importlib.util.find_spec("vllm.entrypoints.scale_out") is not None
     name = (
@@ -292,10 +292,10 @@ def generate_route() -> str:
 def draft_follows(config: Any) -> bool:
     """Return whether updates reach the draft model of a server.
 
-    They reach layers for multi-token prediction (MTP) of the served checkpoint, unless the server has pipeline stages: then
-    only the last stage has a draft model. Updates do not reach any other draft model, which keeps its first weights. vLLM
-    verifies every draft with the served model, so such a draft model changes only the number of accepted tokens. `config`
-    is vLLM's `VllmConfig`.
+    Updates reach a draft model that consists of the served checkpoint's layers for multi-token prediction (MTP), unless
+    the server has pipeline stages: then only the last stage has a draft model. Every other draft model keeps its first
+    weights. vLLM verifies every draft with the served model, so such a draft model changes only the number of accepted
+    tokens. `config` is vLLM's `VllmConfig`.
     """
     draft = vars(config).get("speculative_config")
     return (

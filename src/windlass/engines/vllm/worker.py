@@ -87,12 +87,14 @@ class VllmApi:
         of all kept requests again. If vLLM sleeps, its scheduler is paused already, and stays paused until `resume`.
 
         Returns:
-            True if the scheduler is paused until `resume`; False if only blocked main loops stop the engine.
+            True if the scheduler is paused until `resume`; False if the engine stops only while its main loops are
+            blocked.
 
         Raises:
             ConfigError: vLLM has no such mode.
         """
-        # Without routes, other modes than `in_place` mean that the trainer calls `/update_weights`.
+        # If this agent cannot call the server's routes, a mode other than `in_place` means that the trainer calls
+        # `/update_weights`.
         self._rests = self._sleep.is_at_rest and self._pauses_itself(mode)
         if self._rests:
             return True
@@ -129,7 +131,7 @@ class VllmApi:
     def quiesce(self, pause_id: str, deadline_s: float, *, block: bool) -> None:
         """Call `windlass_quiesce` in every worker, and return when all workers have returned; see `EngineApi.quiesce`."""
         if not block and self._server is None and not self._rests:
-            # `/update_weights` of the trainer blocks the loops.
+            # The trainer's call of `/update_weights` blocks the loops.
             return
         self._is_blocking = block
         try:
@@ -339,7 +341,7 @@ def _api_for(
 ) -> Callable[[], EngineApi] | None:
     """Return a function that creates this rank's `EngineApi`; None if only the trainer can pause the server, by HTTP.
 
-    The function also sets `RankSleep.ask` of this rank, by which the agent makes the server sleep.
+    The returned function also sets `RankSleep.ask` of this rank, by which the agent makes the server sleep.
     """
     core = core_calls() if settings.world_size == 1 else None
     if core is None and not order.pauses_itself:

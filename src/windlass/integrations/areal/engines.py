@@ -144,7 +144,7 @@ class FSDPEngine(fsdp_engine.FSDPEngine):  # type: ignore[misc]  # AReaL is not 
         self._check_rollout_engine_connected()
         if meta.version is None:
             raise ConfigError(f"update_weights: meta.version must be an integer >= 0, got {meta}")
-        # This brings the memory of an offloaded rank back, and frees it again by `offload`.
+        # If this rank is offloaded, the context brings its memory back, and calls `offload` again at the end.
         with self._offload_aware_context():
             sync = self._sync or self._connect(self.rollout_engine)
             sent = sync.send_weights(meta.version)
@@ -156,7 +156,8 @@ class FSDPEngine(fsdp_engine.FSDPEngine):  # type: ignore[misc]  # AReaL is not 
     def offload(self) -> None:
         """Leave the fleet, and free this rank's GPU memory with torch_memory_saver. Collective.
 
-        The memory comes back at the same addresses, but in other pages, so no registration of it would be valid then.
+        The memory comes back at the same addresses, but in other pages, so registrations of this memory would then be
+        invalid.
         """
         self._leave()
         super().offload()

@@ -155,7 +155,8 @@ class _PlainSglang(_Stamping, sglang_remote.SGLangBackend):  # type: ignore[misc
     def versions_of(
         self, response: dict[str, Any], result: HttpGenerationResult, sent_at: int
     ) -> list[int]:
-        # SGLang 0.5.19 and later say which weights made each token. Before the first update, the version is a word.
+        # SGLang 0.5.19 and later report the weight version of each token. Before the first update, the version is a
+        # word.
         versions = [
             int(span["version"]) if span["version"].isdigit() else sent_at
             for span in response["meta_info"].get("weight_versions") or ()
@@ -181,7 +182,7 @@ def _start(
     *,
     with_tokens: bool = False,
 ) -> subprocess.Popen[bytes]:
-    """Start a server with the interpreter that a variable names, by default `python3`."""
+    """Start a server with the interpreter that the environment variable `python_variable` names, by default `python3`."""
     command = [environment_value(python_variable) or program[0], *program[1:]]
     _log.info("starting %s", " ".join(command))
     environment = {**inherited_environment(with_tokens=with_tokens), **variables}
