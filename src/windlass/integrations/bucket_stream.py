@@ -398,7 +398,7 @@ class _Turns:
             self._changed.notify_all()
 
     def pause(self, pause_id: str, mode: PauseMode, deadline_s: float) -> None:  # noqa: ARG002
-        """See `EngineHooks`. Wait until the reader has read the bucket.
+        """Wait until the reader has read the bucket; see `EngineHooks`.
 
         Raises:
             PeerTimeout: the reader did not read the bucket within `deadline_s`.
@@ -414,7 +414,7 @@ class _Turns:
                 raise RoundAborted(self._failure)
 
     def resume(self, deadline_s: float) -> None:  # noqa: ARG002
-        """See `EngineHooks`. Let the reader read the bucket if its version is new."""
+        """Let the reader read the bucket if the bucket's version is new; see `EngineHooks`."""
         with self._changed:
             if self._version > self._seen:
                 self._seen, self._is_filled = self._version, True
@@ -505,7 +505,7 @@ class BucketReceiver:
             owned.close()
 
     def _start(self, address: StreamAddress, undo: ExitStack) -> None:
-        """Register the bucket, and join the sender's fleet as an engine. Add the calls that revert this to `undo`."""
+        """Register the bucket, and join the sender's fleet as an engine. Closing `undo` reverts these steps."""
         settings, nbytes = self._settings, address.bucket_nbytes
         self._turns = turns = _Turns()
         transport = settings.transport.create(towards=address.url, gpu=settings.gpu)

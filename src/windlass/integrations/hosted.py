@@ -100,7 +100,7 @@ class HostedController:
         started.result()
 
     def _run(self, setup: Callable[[Controller], None], started: Future[None]) -> None:
-        """Run the controller in this thread until `close`. Set `started` when it runs, or to the error of its start."""
+        """Run the controller in this thread until `close`. Set `started` when the controller runs or its start fails."""
 
         async def serve() -> None:
             try:
@@ -192,9 +192,10 @@ class TrainerRanks:
 
     @classmethod
     def of_process(cls) -> Self:
-        """Return the `TrainerRanks` of this process, with the store of `torch.distributed` if this is initialised.
+        """Return the `TrainerRanks` of this process, with the store of `torch.distributed` if that is initialised.
 
-        Every rank must call this equally often, because a call also chooses the name. The call is not collective.
+        Every rank must call this the same number of times, because the name contains the number of the call. Not
+        collective.
         """
         import torch.distributed as dist
 

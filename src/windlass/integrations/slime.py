@@ -156,7 +156,7 @@ class WeightUpdater:
         """
         self._num_connected += 1
         if self._copies is not None:
-            # slime has not left the region of torch_memory_saver here. It has in `update_weights`.
+            # slime calls this method inside its region of torch_memory_saver, and `update_weights` outside this region.
             with self._copies.outside_saver():
                 self._copies.load()
 
@@ -308,7 +308,10 @@ class HostCopies:
         return found
 
     def outside_saver(self) -> AbstractContextManager[None]:
-        """Return a context in which torch_memory_saver does not manage new GPU memory, which it could not export."""
+        """Return a context in which torch_memory_saver does not manage new GPU memory.
+
+        Managed memory cannot be exported.
+        """
         if not self._is_on_gpu:
             return nullcontext()
         disabled: AbstractContextManager[None] = importlib.import_module(

@@ -54,7 +54,10 @@ class _Candidate(msgspec.Struct, frozen=True):
     top_logprobs: list[_Candidate] = []
 
     def most_probable(self, num_tokens: int) -> list[_Entry]:
-        """Return the most probable tokens. vLLM's list begins with the sampled token, even if other tokens are more probable."""
+        """Return the most probable tokens, the highest first.
+
+        In vLLM's list, the sampled token is first, even if other tokens are more probable.
+        """
         found = [(each.logprob, each.token_id, None) for each in self.top_logprobs]
         possible = [each for each in found if each[0] > IMPOSSIBLE]
         return sorted(possible, key=lambda each: -each[0])[:num_tokens]

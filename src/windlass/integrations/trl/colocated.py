@@ -37,12 +37,12 @@ def colocate(
 ) -> None:
     """Make TRL's trainers with `vllm_mode="colocate"` update their vLLM through Windlass.
 
-    Every rank calls this once, before it creates the trainer. It applies to all trainers that this process creates
-    afterwards and that generate with `VLLMGeneration`: `GRPOTrainer`, `RLOOTrainer` and others. Trainers with
-    `vllm_mode="server"` do not change.
+    Every rank calls this once, before it creates the trainer. The call applies to all later trainers of this process
+    that generate with `VLLMGeneration`: `GRPOTrainer`, `RLOOTrainer` and others. Trainers with `vllm_mode="server"` do
+    not change.
 
-    Each sync is collective over the trainer ranks, as TRL's own: the ranks copy their shards into vLLM's weights, vLLM
-    verifies digests, and its prefix cache is reset.
+    Each sync is collective over the trainer ranks, as TRL's own sync is: the ranks copy their shards into vLLM's
+    weights, vLLM verifies digests, and its prefix cache is reset.
 
     Args:
         stacked: see `connect_trainer`.
@@ -70,7 +70,8 @@ class _Given:
 @functools.cache
 def _patch() -> None:
     """Replace `LLM` and `VLLMGeneration.sync_weights` in TRL. Idempotent."""
-    # vLLM loads the plugin by its entry point only if Windlass is installed, and not if it is only on the path.
+    # vLLM finds the plugin by its entry point only if Windlass is installed. Register it here, in case Windlass is only
+    # on the path.
     register()
     made, sync_weights = vllm_generation.LLM, VLLMGeneration.sync_weights
 

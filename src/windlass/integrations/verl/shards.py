@@ -223,7 +223,7 @@ class ShardCheckpointEngine(CheckpointEngine):  # type: ignore[misc]  # verl has
             return await asyncio.to_thread(self._send, weights, _current_gpu())
         finally:
             if self._shares_gpus:
-                # A round that failed may not have called this.
+                # A failed round may not have called `_free`.
                 self._free(weights, _current_gpu())
                 set_expandable_segments(True)
 
@@ -331,8 +331,8 @@ class ShardCheckpointManager(CheckpointEngineManager):  # type: ignore[misc]
     async def update_weights(self, global_steps: int | None = None) -> dict[str, float]:
         """Publish the actor's current weights to every replica in one transaction.
 
-        Replicas on the actor's GPUs may sleep: the update wakes their weights, reads, lets the actor offload its parameters if verl
-        is configured to, and then wakes their KV caches.
+        Replicas on the actor's GPUs may sleep: the update wakes their weights, fills them, lets the actor offload its
+        parameters if verl is configured to, and then wakes the KV caches.
 
         Args:
             global_steps: step with which verl labels tokens after the update; None to keep the current label.
@@ -391,9 +391,10 @@ def _new_manager(
     actor_wg: object = None,  # noqa: ARG001
     replicas: Sequence[Any] = (),
 ) -> CheckpointEngineManager:
-    """Create a `ShardCheckpointManager` for replicas on the actor's GPUs that are configured with this backend.
+    """Create a `ShardCheckpointManager`, not verl's own manager, for replicas that use this backend on the actor's GPUs.
 
-    `ppo/v1` sets the backend `naive` in the manager's configuration. The replicas have the user's configuration.
+    For such replicas, verl's `ppo/v1` sets the backend `naive` in the manager's configuration. The replicas keep the
+    user's configuration.
     """
     chosen = {replica.config.checkpoint_engine.backend for replica in replicas}
     is_ours = cls is CheckpointEngineManager and chosen == {BACKEND} and config.backend == "naive"

@@ -106,7 +106,7 @@ class ColocatedEngine:
         self._refuse_requests()
 
     def join(self, address: HostAddress) -> None:
-        """Join the fleet of a controller, or leave the previous fleet and join this one.
+        """Leave the previous fleet, if any, and join the fleet of a controller.
 
         Raises:
             EngineRefused: the rank cannot join; the message has the reason.

@@ -26,9 +26,8 @@ _LORA_MODULES = "windlass_lora_modules"
 def register() -> None:
     """Register the weight-transfer backend "windlass", and patch vLLM in this process for servers with this backend.
 
-    The patches separate the EngineCore's caches by version, keep a server without weights paused, and complete the server's
-    options. On a CPU, they also make
-    linear layers compute with their parameters instead of packed copies.
+    The patches separate the EngineCore's caches by version, keep a server without weights paused, and complete the
+    server's options. On a CPU, they also make linear layers compute with their parameters instead of packed copies.
     """
     from vllm.config import get_current_vllm_config
     from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
