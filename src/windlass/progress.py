@@ -45,7 +45,7 @@ class Progress:
 
     def _go_on(self, ended: threading.Event) -> None:
         began_s = time.monotonic()
-        # A user looks at the first lines, and a log of a long part should have few.
+        # Print often at first, while a user waits for a sign of life. Print rarely later, to keep the log short.
         while not ended.wait(
             min(max((time.monotonic() - began_s) / 4, SAID_FIRST_S), SAID_EVERY_S)
         ):

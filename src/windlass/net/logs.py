@@ -173,7 +173,7 @@ class _StderrHandler(logging.StreamHandler[TextIO]):
         super().emit(record)
 
     def format(self, record: logging.LogRecord) -> str:
-        """Return the text of a record; on a terminal, wrapped at the present width."""
+        """Return the text of a record. If the stream is a terminal, wrap the text at the terminal's current width."""
         text = super().format(record)
         is_text = isinstance(self.formatter, _TextFormatter)
         if not is_text or self.stream is not sys.__stderr__ or not self.stream.isatty():

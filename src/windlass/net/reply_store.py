@@ -35,8 +35,8 @@ class ReplyStore(Generic[ResultT]):
         The first call of a new round drops the replies of all rounds except the round before.
 
         Raises:
-            StaleMessage: a call of a later round was looked up before. Or a call of this or a later round had arrived when
-                `void` was called.
+            StaleMessage: the call's round has passed, because a call of a later round was looked up before, or because
+                `void` was called after a call of this or a later round had arrived.
         """
         epoch, round_number, _ = call_id
         round_id = epoch, round_number
@@ -59,8 +59,8 @@ class ReplyStore(Generic[ResultT]):
     def void(self) -> None:
         """Make `lookup` refuse new calls of all rounds up to the newest round that `received` has recorded.
 
-        Call this when the connection is lost. The server then leaves this peer out of the running round, so its next call
-        to this peer belongs to a later round.
+        Call this when the connection is lost. The server then leaves this peer out of the running round, so the server's
+        next call to this peer belongs to a later round.
         """
         self._void = self._received
 

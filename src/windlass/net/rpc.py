@@ -67,14 +67,14 @@ class Session(Generic[CommandT, ResultT]):
         return [command for command, _ in self._calls.values()]
 
     async def send(self, frame: msgspec.Struct, *, within_s: float | None = None) -> None:
-        """Send a frame over the present connection.
+        """Send a frame over the current connection.
 
         Args:
             frame: the frame.
-            within_s: seconds within which the whole frame must be sent, or the connection is cut. None for no such limit.
+            within_s: seconds to send the whole frame; after that, this process cuts the connection. None for no such limit.
 
         Raises:
-            PeerUnreachable: there is no connection, it is closed, or the peer does not read from it.
+            PeerUnreachable: the session has no open connection, or the peer does not read from the connection.
         """
         if self._socket is None:
             raise PeerUnreachable(f"{self.peer}: is not connected")
@@ -99,7 +99,7 @@ class Session(Generic[CommandT, ResultT]):
         """Send a command, and return a future for its result. A caller that stops waiting must call `forget`.
 
         Args:
-            call_id: identity of the call, greater than the identities of all calls before.
+            call_id: identity of the call, greater than the identities of all earlier calls.
             command: the command.
             within_s: see `send`.
 
@@ -137,9 +137,9 @@ class Session(Generic[CommandT, ResultT]):
             await self.send(Envelope(*call_id, command))
 
     def detach(self, socket: web.WebSocketResponse, reason: str) -> None:
-        """Record that the connection `socket` has ended, for `reason`. Without `keeps_calls`, fail all unanswered calls.
+        """Fail all unanswered calls with `reason` after the connection `socket` has ended.
 
-        Do nothing if the session already uses a newer connection.
+        Do nothing with `keeps_calls`, or if the session already uses a newer connection.
         """
         if self._socket is socket and not self._keeps_calls:
             self.fail_calls(reason)
@@ -202,10 +202,8 @@ class Callee(ABC, Generic[CommandT, ResultT]):
     ) -> Reply[ResultT]:
         """Execute a call, store its reply, and return the reply. Blocks until all earlier calls have ended.
 
-        A call that was executed before gets the stored reply, and a call that arrives too late gets a failure; neither is
-        executed.
-
-        The command of an `UnreadCall` could not be decoded, for the reason `error`; its reply is a failure.
+        Execute only new calls. A call that was executed before gets the stored reply. A call that arrives too late gets a
+        failure. An `UnreadCall`, which has a command that could not be decoded, gets a failure with the reason `error`.
         """
         command = call.command if isinstance(call, Envelope) else None
         with self._executing:
@@ -220,7 +218,7 @@ class Callee(ABC, Generic[CommandT, ResultT]):
                     result = self.execute(call)
                 else:
                     result = self.failed(error or ProtocolError("it cannot be read"), None)
-            # Every exception must become a reply: without one the server would wait until its deadline.
+            # Every exception must become a reply. Without a reply, the server would wait until its deadline.
             except Exception as raised:  # noqa: BLE001
                 result = self.failed(raised, command)
             reply = Reply(*call.call_id, result)

@@ -238,7 +238,7 @@ class Client(Callee[CommandT, ResultT], Closing, Generic[CommandT, ResultT, Fram
             self._end(PeerUnreachable("the control channel is closed"))
 
     async def send(self, frame: msgspec.Struct) -> bool:
-        """Send a frame; return False if there is no connection or it was lost, so the frame may not arrive."""
+        """Send a frame. Return False if the frame may not arrive: the connection is missing or was lost during the send."""
         if self._socket is None:
             return False
         try:
@@ -249,7 +249,7 @@ class Client(Callee[CommandT, ResultT], Closing, Generic[CommandT, ResultT, Fram
         return True
 
     def _run_loop(self) -> None:
-        """Run the client in the event loop until it ends, then cancel all other tasks and close the loop. The client's thread."""
+        """Run the client until it ends, then cancel all other tasks and close the event loop. Runs in the client's thread."""
         asyncio.set_event_loop(self._loop)
         self._task = self._loop.create_task(self.run())
         try:
@@ -274,7 +274,7 @@ class Client(Callee[CommandT, ResultT], Closing, Generic[CommandT, ResultT, Fram
             self._task.cancel()
 
     def _end(self, error: Exception) -> None:
-        """Record that the client stops connecting: set `error` in `welcomed` and `ended` unless they are done. Idempotent."""
+        """Set `error` in `welcomed` and `ended`, unless they are done: the client connects no more. Idempotent."""
         for future in (self.welcomed, self.ended):
             if not future.done():
                 future.set_exception(error)
@@ -390,7 +390,7 @@ class Client(Callee[CommandT, ResultT], Closing, Generic[CommandT, ResultT, Fram
             await self._on_welcome(socket)
 
     async def _on_welcome(self, socket: aiohttp.ClientWebSocketResponse) -> None:
-        """Use `socket` as the present connection, set `welcomed`, send all stored replies again, and call the hooks."""
+        """Call `on_welcome`, use `socket` from now on, set `welcomed`, send stored replies again, call `on_connected`."""
         await self.on_welcome()
         self.disconnected.clear()
         self._socket = socket
@@ -415,7 +415,7 @@ class Client(Callee[CommandT, ResultT], Closing, Generic[CommandT, ResultT, Fram
         """Execute a call in the executor, and send its reply; see `carry_out`."""
         try:
             reply = await self._loop.run_in_executor(self._executor, self.carry_out, call, error)
-        # The executor failed. Without an answer the server would wait until its deadline.
+        # The executor failed. Without a reply, the server would wait until its deadline.
         except Exception as raised:  # noqa: BLE001
             command = call.command if isinstance(call, Envelope) else None
             reply = Reply(*call.call_id, self.failed(raised, command))

@@ -123,7 +123,7 @@ async def serve(
         # process may still run.
         ended = not (session.was_cut or isinstance(socket.exception(), TimeoutError))
     except MustWait as error:
-        # If the reason is an error, `Owner.admit` has already logged it.
+        # Log below WARNING: `Owner.admit` has already logged a warning if the reason is an error.
         reason = str(error)
         level = logging.DEBUG if isinstance(error, OwnerClosed) else logging.INFO
         await _refuse(socket, reason, final=False, level=level)
@@ -191,7 +191,7 @@ async def _first_frame(
 
 
 def _decode(parts: PartJoiner, codec: Codec[T], message: WSMessage, what: str) -> T | None:
-    """Return the frame that a message completes, decoded; None if further parts are missing.
+    """Add a message to `parts`. Return the decoded frame if this message completes it, otherwise None.
 
     Raises:
         ProtocolError: the message is not binary.

@@ -161,7 +161,7 @@ class ControlServer:
     async def _authenticate(self, request: web.Request, handler: Handler) -> web.StreamResponse:
         """Call the route's handler if the request has a token whose role may call the route; else answer 401, 403 or 503.
 
-        Make the request's connection a member (see `Listener`), and set `CALLER` to the role.
+        Before the call, admit the connection (see `Listener.admit`), and set `CALLER` to the role.
         """
         if request.method == "GET" and request.path in self._public:
             return await handler(request)

@@ -109,7 +109,7 @@ async def send_frame(
 
 
 async def _send_part(websocket: WebSocket, part: bytes, cutter: _Cutter) -> None:
-    """Send one WebSocket message; raise ConnectionError if `cutter` has cut the connection meanwhile."""
+    """Send one WebSocket message. Raise ConnectionError if `cutter` cuts the connection during the send."""
     try:
         await _within(cutter, websocket.send_bytes(part))
     except (ConnectionError, aiohttp.ClientError):
@@ -123,7 +123,7 @@ async def _send_part(websocket: WebSocket, part: bytes, cutter: _Cutter) -> None
 def _within(
     cutter: _Cutter, sending: Coroutine[object, object, None]
 ) -> Generator[object, object, None]:
-    """Await the coroutine `sending`. Only if it has to wait, start the timer of `cutter`: small frames rarely wait."""
+    """Await the coroutine `sending`. Start the timer of `cutter` only if the send has to wait; small frames rarely do."""
     with contextlib.suppress(StopIteration):
         waits_for = sending.send(None)
         with cutter:
@@ -171,7 +171,7 @@ class PartJoiner:
     def add(self, data: bytes) -> bytes | None:
         """Add a WebSocket message. Return the whole frame if this message completes it; otherwise None.
 
-        A message that begins a new frame drops an incomplete frame: the sender has stopped sending it.
+        If the message begins a new frame, drop the incomplete frame before it, which the sender has given up.
 
         Raises:
             ProtocolError: the part is out of order, or the frame is too large.

@@ -83,8 +83,8 @@ def client_context(*, to_controller: bool) -> ssl.SSLContext | None:
     """Return the TLS context for clients of this process; None for the system's defaults, if TLS is not required.
 
     Args:
-        to_controller: whether the client's server is a controller. Then a server with a certificate that names another
-            role than `owner` is refused during the handshake.
+        to_controller: whether the server is a controller. If True, the client ends the handshake with a server that has a
+            certificate for a role other than `owner`.
 
     Raises:
         ConfigError: only one of certificate and key is set, or a file cannot be used.
@@ -139,7 +139,7 @@ def _check_controller(certificate: Certificate | None) -> None:
 
 
 def _load(context: ssl.SSLContext, files: _Files, verify: ssl.VerifyMode) -> ssl.SSLContext:
-    """Load the files into a TLS context, and return the context. With authorities, set whether peers need a certificate.
+    """Load the files into a TLS context, and return the context. With a CA file, set its verify mode to `verify`.
 
     Raises:
         ConfigError: a file cannot be used.

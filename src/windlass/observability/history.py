@@ -67,9 +67,9 @@ class History:
     def add(self, point: Point) -> None:
         """Add a point with the current counts.
 
-        If the last two stored points are less than `interval_s` apart, merge `point` into the last one. Otherwise append
-        it. If there are more than `max_points` points after that, merge neighbouring points in pairs (all but the first),
-        and double `interval_s`.
+        If the last two stored points are less than `interval_s` apart, merge `point` into the last stored point. Otherwise
+        append `point`. If more than `max_points` points are then stored, double `interval_s` and merge every two
+        neighbours into one point; the first point stays as it is.
         """
         points = self._points
         if len(points) > 1 and points[-1].at_s - points[-2].at_s < self.interval_s:

@@ -87,7 +87,7 @@ class LiveView:
         return self
 
     def refresh(self) -> None:
-        """Draw the current content at once. Without this call, the next periodic redraw shows it."""
+        """Draw the current content at once, before the next periodic redraw."""
         with self._lock:
             if self._live is not None:
                 self._live.refresh()

@@ -70,8 +70,8 @@ def refuse_overlaps(
     parameter, and so accepts two shards that overlap and leave a gap of the same size. An update would then write one
     byte twice and another byte never.
 
-    First compare the address ranges of all rows, with numpy. Only in parameters whose rows have overlapping ranges
-    (strided shards), compare each address. Parameters with the same arrangement of rows are compared once.
+    First compare the address ranges of all rows, with numpy. If rows of a parameter have overlapping ranges (strided
+    shards), then compare each address of this parameter. Parameters with the same arrangement of rows are compared once.
 
     Raises:
         ManifestError: two rows share memory. The message names worker, parameter and both tensors.

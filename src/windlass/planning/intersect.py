@@ -60,7 +60,7 @@ def unique_boxes(table: RowTable, num_classes: int) -> Boxes:
 
     Args:
         table: rows of the side.
-        num_classes: number of tensor classes, of both sides.
+        num_classes: number of tensor classes of both sides together.
     """
     columns: list[Int32Array | Int64Array] = [table.rank]
     for wide in (table.sizes, table.offsets):
@@ -168,7 +168,7 @@ def intersect_boxes(
 ) -> Pieces:
     """Return the non-empty intersections of boxes a (the atoms) with boxes b, sorted by (b, a).
 
-    All arguments are (n, MAX_DIMS). `atom` and `box` of the result are row numbers of these arguments.
+    All arguments are (n, MAX_DIMS). In the result, `atom` is a row number of `a_offsets`, `box` of `b_offsets`.
     """
     parts: list[Pieces] = []
     step = max(1, _CHUNK_PAIRS // max(1, len(a_offsets)))
@@ -225,12 +225,11 @@ def find_holders(
         boxes: boxes of `table`.
         atoms: atoms of each pattern of `boxes`.
         table: rows of the sources.
-        one_per_rank: True to return one row per atom and rank. If several rows of a rank contain the atom, this is the
-            first of them.
+        one_per_rank: True to return only the first row of each rank that contains the atom.
 
     Returns:
-        (num_classes + 1,) the number of the first atom of each tensor class, followed by the number of atoms; and the
-        holders.
+        (base, holders). `base`, (num_classes + 1,), has the number of each tensor class's first atom, and at the end the
+        number of all atoms.
     """
     num_classes = len(boxes.pattern)
     counts = np.zeros(num_classes, np.int64)

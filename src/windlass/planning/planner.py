@@ -72,7 +72,7 @@ def plan_transfer(
     destinations: Sequence[ShardManifest],
     policy: PlanPolicy | None = None,
 ) -> TransferPlan:
-    """Plan how the bytes of `sources` fill every byte of `destinations`, each exactly once.
+    """Plan copies from `sources` that write every byte of `destinations` exactly once.
 
     The same manifests in the same order give the same plan, bit for bit.
 
@@ -107,7 +107,7 @@ def plan_transfer(
 def route(
     sources: Sequence[ShardManifest], destinations: Sequence[ShardManifest], policy: PlanPolicy
 ) -> RoutedPieces:
-    """Cut destination rows into pieces, and choose the source rank of every piece. `build_ops` makes ops of the result.
+    """Cut destination rows into pieces, and choose the source rank of every piece. `build_ops` turns the result into ops.
 
     Raises:
         ManifestError: manifests contradict each other, or one side has no manifest.
@@ -150,9 +150,10 @@ def _pieces(
     names: TensorNames,
     destinations: Sequence[ShardManifest],
 ) -> tuple[Pieces, Holders, Boxes]:
-    """Intersect source boxes with destination boxes: once per pair of patterns, and repeat the result for each tensor.
+    """Intersect source boxes with destination boxes.
 
-    A pattern is the set of boxes into which the ranks of one side cut a tensor.
+    A pattern is the set of boxes into which the ranks of one side cut a tensor. Many tensors have the same two patterns, so
+    intersect each pair of patterns once, and repeat the result for the tensors.
 
     Returns:
         The pieces, the holders of each atom, and the boxes of the destinations.

@@ -174,7 +174,7 @@ def _check_strides(plan: TransferPlan) -> None:
 def _bind_ops(plan: TransferPlan, link: Link) -> Iterator[BoundOp]:
     """Yield the ops of a link.
 
-    First convert whole columns to lists. A link of a mixture of experts has about 10,000 ops, and to read
+    First convert whole columns to lists. A link of a mixture of experts has about 10,000 ops, and reading
     single values from numpy arrays is slow.
     """
     ops, rows = plan.ops, slice(link.start, link.stop)

@@ -27,7 +27,7 @@ _QUANTIZABLE = np.array([dtype in _SOURCES for dtype in DTYPES], np.bool_)
 
 
 def widen_scales(dst: RowTable, names: TensorNames) -> RowTable:
-    """Return `dst` with another box in each row of scales: the box of the weight elements to which the scales apply.
+    """Return `dst`, with the box of each row of scales replaced by the box of the weight elements that they scale.
 
     One scale applies to a block of `BLOCK` x `BLOCK` elements; blocks at the ends of the weight may be smaller.
     """

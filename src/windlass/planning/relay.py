@@ -61,8 +61,8 @@ def depths_of(group: RelayGroup) -> tuple[tuple[int, ...], ...]:
 def find_replicas(engines: Mapping[str, Sequence[ShardManifest]]) -> tuple[tuple[str, ...], ...]:
     """Return the sets of engines that have the same layout, as tuples of engine names.
 
-    Engines whose layout no other engine has are left out. `engines` has the manifests of each engine's ranks. The names in
-    a tuple are in the order of `engines`, and the tuples in the order of their first names.
+    Leave out engines with a unique layout. `engines` has the manifests of each engine's ranks. The names in a tuple are in
+    the order of `engines`, and the tuples in the order of their first names.
     """
     found: dict[tuple[str, ...], list[str]] = {}
     for name, manifests in engines.items():

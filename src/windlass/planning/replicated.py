@@ -385,7 +385,7 @@ def _refuse_two_dtypes(
 def _named_box(
     names: TensorNames, tensor: int, offsets: Int64Array, sizes: Int64Array
 ) -> tuple[str, Box]:
-    """Return the name of a tensor class, and a box of it without padding dims."""
+    """Return the name of a tensor class, and the box with these offsets and sizes without padding dims."""
     lead = MAX_DIMS - len(names.shapes[tensor])
     return names.names[tensor], Box(tuple(offsets[lead:].tolist()), tuple(sizes[lead:].tolist()))
 

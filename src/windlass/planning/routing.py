@@ -138,8 +138,8 @@ def assign(
         units: (n,) number of equal slices into which each op may be cut.
         holders: ranks of each group.
         shares: bytes that each holder of each group should send, from `pour`.
-        min_split_bytes: size of the smallest op that is cut. Only one holder sends a smaller op: the holder whose
-            share of the group's bytes contains the middle byte of the op.
+        min_split_bytes: size of the smallest op that may be cut. A smaller op goes to one holder: the holder that should
+            send the op's middle byte according to `shares`.
 
     Returns:
         One row per op, or per part of an op that was cut, with the rank that sends it.

@@ -73,8 +73,8 @@ def resolve_names(
 ) -> TensorNames:
     """Give every tensor name a class. Names of one class belong to the same tensor.
 
-    An alias of a source (tied weights) joins two names into one class. An alias of a destination joins no classes: if
-    the sources have only one of its two names, that tensor is the source for both.
+    An alias of a source (tied weights) joins two names into one class. An alias of a destination joins no classes. If
+    the sources have only one of the two tied names, that tensor is the source of the destination's tensor.
 
     Args:
         sources: manifests of the trainer ranks.
@@ -136,7 +136,7 @@ def _read_names(
 def _derive_scales(
     destinations: Sequence[ShardManifest], index: dict[str, int], class_of: list[int]
 ) -> frozenset[str]:
-    """Give scales that no source has the class of their weight, in `class_of`. Return the names of these scales.
+    """Find scales that no source has, and set their class in `class_of` to the class of their weight. Return their names.
 
     Raises:
         UnsupportedLayout: trainers cannot quantise to the scheme of a weight.
@@ -157,7 +157,8 @@ def _derive_scales(
 def _refuse_ties_of_some(sources: Sequence[ShardManifest], unread: Collection[str]) -> None:
     """Raise ManifestError if one source has two separate tensors that another source ties.
 
-    A source may have only one of the two tensors. For example, the last stage of a pipeline has its own copy.
+    Accept a source with only one of the two tensors. For example, the last stage of a pipeline has the output matrix
+    without the embedding.
     """
     ties = {pair: manifest.worker for manifest in sources for pair in manifest.aliases.items()}
     for manifest in sources if ties else ():
@@ -189,7 +190,7 @@ def _source_classes(sources: Sequence[ShardManifest], index: dict[str, int]) -> 
 def _apply_destination_aliases(
     destinations: Sequence[ShardManifest], index: dict[str, int], class_of: list[int]
 ) -> None:
-    """Give a destination's tied name that no source has the class of the other name, in `class_of`.
+    """If no source has a destination's tensor under its own name, use the class of its alias. Change `class_of` in place.
 
     Raises:
         ManifestError: the sources have two separate tensors of these names.

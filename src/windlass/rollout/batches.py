@@ -97,15 +97,16 @@ def training_samples(group: RolloutGroup, rewards: Iterable[object]) -> tuple[Tr
     """Return a group's samples with their rewards: one sample per answer, or one per conversation of a workflow.
 
     The turns of a conversation are one sample, see `merge_turns`. If a workflow has several conversations (or branches),
-    each of their samples gets the reward of the rollout. The sample gets the tensors that the workflow added.
+    each of their samples gets the reward of the rollout. If the workflow added tensors, the only sample of the rollout
+    gets these tensors.
 
     Args:
         group: finished rollouts.
         rewards: one reward per rollout, as numbers, an array or a tensor.
 
     Raises:
-        ConfigError: the rewards are not one finite number per rollout, or a rollout has no generated token, or it has
-            tensors and several conversations.
+        ConfigError: the rewards are not one finite number per rollout, a rollout has no generated token, or a rollout has
+            both tensors and several conversations.
     """
     samples = []
     for rollout, reward in zip(group.rollouts, check_rewards(group, rewards), strict=True):
