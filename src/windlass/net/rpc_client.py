@@ -249,7 +249,7 @@ class Client(Callee[CommandT, ResultT], Closing, Generic[CommandT, ResultT, Fram
         return True
 
     def _run_loop(self) -> None:
-        """Run the client until it ends, then cancel all other tasks and close the event loop. Runs in the client's thread."""
+        """Run the client until it ends, then cancel all other tasks and close the loop. Runs in the client's thread."""
         asyncio.set_event_loop(self._loop)
         self._task = self._loop.create_task(self.run())
         try:

@@ -271,7 +271,7 @@ class BatchQueue:
 
         Hold large tensors of the samples in this process. Drop the batches before the newest `KEPT_STEPS`.
 
-        After `settled` has returned lost samples, put the step again with other groups in their place.
+        If `settled` returns lost samples, put the step again, with other groups in place of the groups of these samples.
 
         Raises:
             ConfigError: the step is not greater than all earlier steps, `groups` is empty, or a value of a
@@ -302,7 +302,10 @@ class BatchQueue:
             listener(samples)
 
     async def _held(self, sample: TrainingSample) -> TrainingSample:
-        """Return a sample whose large tensors have no elements: `store` holds them until this process drops the sample."""
+        """Move the elements of large tensors to `store`, and return the sample without these elements.
+
+        `store` holds the elements until this process drops the sample.
+        """
         if not any(is_large(each, self._inline_nbytes) for each in sample.tensors.values()):
             return sample
         tensors = await self.store.hold(sample.tensors, self._inline_nbytes)
@@ -313,8 +316,8 @@ class BatchQueue:
     async def settled(self, step: int, *, deadline_s: float) -> tuple[str, ...]:
         """Wait until all trainer ranks have the tensors of the batch of `step`, or until tensors are lost.
 
-        A tensor is lost if the process that held it has ended. Then no rank has got the batch. Decline the groups of these
-        samples, take others from the controller, and `put` the step again.
+        A tensor is lost if the process that held it has ended. In this case, no rank gets the batch. Decline the groups of
+        the returned samples, take other groups from the controller, and `put` the step again.
 
         Returns:
             Task ids of samples with lost tensors; empty if ranks have all tensors, or if no sample has a large tensor.
@@ -346,7 +349,7 @@ class BatchQueue:
         """Let trainer ranks fetch the held tensors of samples inside the block, with `BatchClient.fetch`.
 
         This is for samples that ranks get from a `TrainController` and not from this queue. The block gets the samples.
-        This process holds the large tensors of those that a recipe made.
+        Large tensors that no worker holds, because a recipe made them, are held by this process.
 
         Raises:
             ConfigError: a value of a group is not a `TrainingSample`.
@@ -396,7 +399,7 @@ class BatchQueue:
     ) -> TrainingBatch:
         """Wait until `put` has added the batch of `step`; return the rank's shard of this batch.
 
-        Record the request: this wakes callers of `requested`, and counts the rank as waiting for `all_wait`.
+        Record the request. This wakes callers of `requested`, and `all_wait` then counts the rank as waiting.
 
         Raises:
             ConfigError: the rank is outside [0, world_size), or the world size does not divide the number of
@@ -544,7 +547,7 @@ async def _no_workers(held: HeldTensor, command: WriteTensors) -> TensorsWritten
 
 
 def _estimated_nbytes(samples: Sequence[TrainingSample]) -> int:
-    """Return about how many bytes the encoded samples have."""
+    """Return the approximate size of the encoded samples in bytes."""
     return sum(
         len(sample.output_ids) * NBYTES_PER_TOKEN
         + sum(len(tensor.data) for tensor in sample.tensors.values())
@@ -604,8 +607,8 @@ class BatchClient(Closing):
 
         If samples of the step have large tensors, the processes that hold the tensors of this shard write them into memory
         of this process. The call returns when every rank has its tensors. If a tensor is lost, for example because its
-        worker has ended, all ranks wait until the batch is put again. Later batches use the memory again once no tensor
-        of this batch, and no array made from one, is in use.
+        worker has ended, all ranks wait until the batch is put again. A later batch uses the same memory when no tensor
+        of this batch, and no array made from such a tensor, is in use.
 
         Raises:
             ConfigError: step < 0, the rank is not in [0, world_size), or the controller refused the request.
@@ -664,9 +667,10 @@ class BatchClient(Closing):
     def fetch(
         self, batch: TrainingBatch, rank: int, world_size: int, *, deadline_s: float
     ) -> tuple[TrainingBatch, tuple[str, ...]]:
-        """Return a batch that `BatchQueue.lend` lends with the elements of its tensors, and the keys of lost tensors.
+        """Return the batch with the elements of its tensors, and the keys of lost tensors.
 
-        If tensors are lost, the batch has no elements. The client repeats a write that failed.
+        `BatchQueue.lend` must lend the samples of the batch. If tensors are lost, the batch has no elements. The client
+        repeats a write that failed.
 
         Args:
             batch: samples of this rank.

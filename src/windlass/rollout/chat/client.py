@@ -75,8 +75,8 @@ def set_reward(base_url: str, api_key: str, reward: float, *, deadline_s: float 
     """Set the reward of a session, and close the session. The request is repeated until it is answered.
 
     Args:
-        base_url: address of the session's endpoint, as in the agent's client of OpenAI.
-        api_key: key of the session, as in the agent's client of OpenAI.
+        base_url: address of the session's endpoint; the agent's OpenAI client has the same `base_url`.
+        api_key: key of the session; the agent's OpenAI client has the same `api_key`.
         reward: finite number.
         deadline_s: seconds to wait for the endpoint.
 

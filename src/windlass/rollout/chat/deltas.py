@@ -133,7 +133,7 @@ class Showing:
         return self._next(message.reasoning, content, choice.tokens)
 
     def _next(self, reasoning: str, content: str, tokens: Sequence[Token]) -> Delta:
-        """Return the part after all earlier parts, and count it as seen."""
+        """Return the text and tokens after all earlier parts, and record that they were returned."""
         new = tuple(tokens[self._num_tokens :])
         found = Delta(
             self._index,

@@ -39,7 +39,7 @@ class Message(msgspec.Struct, frozen=True):
 
     @classmethod
     def of(cls, given: Mapping[str, Any]) -> Message:
-        """Return a message of a `Chat`, which is in the form of chat completions, with calls of any form."""
+        """Convert a message of a `Chat`, which has the form of chat completions. Its tool calls may have any form."""
         content = given.get("content")
         if isinstance(content, list):
             content = "\n".join(part["text"] for part in content)
@@ -77,7 +77,7 @@ class Message(msgspec.Struct, frozen=True):
     def identity(self) -> bytes:
         """Return bytes that are equal for equal messages.
 
-        A client may drop the reasoning of an earlier answer, and may write the JSON of arguments in another way.
+        The reasoning and the formatting of JSON arguments do not count, because a client may change them in an earlier answer.
         """
         calls = [(call.id, call.name, _value(call.arguments)) for call in self.tool_calls]
         content = self.content.strip() if self.role == "assistant" else self.content

@@ -234,7 +234,7 @@ class CompletionReply:
         logprobs = {
             "tokens": [token.text for token in new.tokens],
             "token_logprobs": [token.logprob for token in new.tokens],
-            # The most probable of several tokens with the same text comes last, so it remains.
+            # If several tokens have the same text, the dict keeps the last one: the most probable.
             "top_logprobs": [dict(reversed(t.top)) for t in new.tokens] if has_top else None,
             "text_offset": [*accumulate(lengths, initial=new.text_offset)][:-1],
         }

@@ -275,8 +275,8 @@ class Policy:
 
         Args:
             request: the request.
-            max_tokens: its limit of tokens; the submitter's limit also applies.
-            stop: its stop texts; the submitter's stop texts also apply.
+            max_tokens: limit of tokens in the request; the submitter's limit also applies.
+            stop: stop texts in the request; the submitter's stop texts also apply.
             schema: JSON schema of the answer; None for text.
 
         Raises:

@@ -142,10 +142,10 @@ class ChatServer:
     async def session(
         self, context: Generator, *, request_sampling: bool
     ) -> AsyncIterator[ChatSession]:
-        """Open a session for a block; its requests are turns of `context`.
+        """Open a session for the duration of a `with` block. The agent's requests become turns of `context`.
 
-        Start to listen if the server does not listen yet. After the block, remember the key and the reward, so that the
-        agent may repeat the request that set the reward.
+        Start to listen if the server does not listen yet. After the block, keep the key and the reward, so that the agent
+        may repeat the request that set the reward.
 
         Raises:
             ConfigError: there is no tokenizer, or the address cannot be bound.
@@ -229,7 +229,7 @@ class ChatServer:
                 web.post("/v1/sessions/{id}/reward", self._reward),
             ]
         )
-        # If a client closes its connection, aiohttp cancels the handler, so the engine's answer becomes no turn.
+        # If a client disconnects, aiohttp cancels the handler. An answer that the client did not get is then no turn.
         self._runner = web.AppRunner(
             app,
             access_log=None,
@@ -536,7 +536,7 @@ async def _stream(
 
 
 def _last_event(job: asyncio.Future[Reply], *, has_begun: bool) -> bytes:
-    """Return an event with the error of a stream; `END` if it has none. Raise an error before the begin of the stream."""
+    """Return an event with the error of `job`; `END` if it succeeded. If the stream has not begun, raise the error instead."""
     try:
         job.result()
     except (ApiError, ConfigError) as error:
