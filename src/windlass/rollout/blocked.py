@@ -76,7 +76,7 @@ class BlockWatch:
                 next_s += SAY_EVERY_S
 
     def _say(self, blocked_s: float) -> None:
-        """Log that the loop has been blocked for `blocked_s`, with the stack of its thread and the workflow in the stack."""
+        """Log that the loop has been blocked for `blocked_s`, with its thread's stack and the workflow in this stack."""
         frame = sys._current_frames().get(self._thread_id)
         if frame is None:
             return

@@ -188,8 +188,8 @@ class RolloutController:
 
         Args:
             deadline_s: seconds for the clean-up of all workflows together.
-            keep_in_journal: close the journal first, so that the next controller process continues these rollouts. After
-                this, this controller accepts no rollouts.
+            keep_in_journal: close the journal first, so that the next controller process continues these rollouts. This
+                controller then accepts no more rollouts.
 
         Returns:
             Number of attempts that have not ended within `deadline_s`. They may run until their worker ends.
@@ -310,7 +310,7 @@ class RolloutController:
             num_extra: number of rollouts to submit in addition. The first `n` finished ones are delivered, and the others
                 are cancelled.
             min_samples: smallest number of samples of a delivered group; None for `n`. Rollouts that fail, or are dropped
-                as too old, leave a smaller group. If fewer samples are left, the group fails.
+                as too old, leave a smaller group. If fewer than `min_samples` samples are left, the group fails.
 
         Raises:
             ConfigError: as in `submit`, or a number of samples is out of its range.
@@ -488,7 +488,8 @@ class RolloutController:
     def take(self, group_ids: Iterable[int]) -> tuple[RolloutGroup, ...]:
         """Deliver the complete groups with these ids (see `ready_ids`), and return them in the same order.
 
-        The controller forgets a delivered group, except that the caller may still decline it. Its samples count as consumed.
+        The samples of a delivered group count as consumed. The controller drops the group, but the caller may still call
+        `decline` with it.
 
         Raises:
             RolloutError: the journal cannot be written.
@@ -811,7 +812,7 @@ class RolloutController:
 def _token_ids(prompt_ids: Any) -> tuple[int, ...]:
     """Return token ids as Python integers; raise `ConfigError` for ids that a worker could not decode.
 
-    A worker that cannot decode a task does not report the task as received, so the controller would send it for ever.
+    A worker that cannot decode a task does not report the task as received, so the controller would resend the task for ever.
     """
     try:
         tokens = tuple([int(operator.index(each)) for each in prompt_ids])

@@ -77,7 +77,7 @@ class Message(msgspec.Struct, frozen=True):
     def identity(self) -> bytes:
         """Return bytes that are equal for equal messages.
 
-        The reasoning and the formatting of JSON arguments do not count, because a client may change them in an earlier answer.
+        Reasoning and the formatting of JSON arguments do not count, because a client may change both in earlier answers.
         """
         calls = [(call.id, call.name, _value(call.arguments)) for call in self.tool_calls]
         content = self.content.strip() if self.role == "assistant" else self.content

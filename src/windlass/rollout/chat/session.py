@@ -239,7 +239,7 @@ class ChatSession:
 
     @contextlib.asynccontextmanager
     async def running(self) -> AsyncIterator[ChatSession]:
-        """Keep the session open for a block of the workflow.
+        """Keep the session open during a `with` block of the workflow.
 
         Raises:
             RolloutError: a request failed in a way that ends the attempt. The block is cancelled, and this error is
@@ -321,7 +321,10 @@ class ChatSession:
             job.cancel()
 
     async def _answer(self, call: Call, on_delta: Callable[[Delta], None] | None) -> list[Choice]:
-        """Generate and record the answers, see `answer`. If one fails, remove the turns of all; the error may end the attempt."""
+        """Generate and record the answers, see `answer`. If an answer fails, remove the turns of all answers.
+
+        Some errors also end the attempt.
+        """
         prompt = await self._prompt(call)
         sampling = self._within_context(call.sampling, len(prompt.ids))
         num_new = call.num_choices * (len(prompt.ids) + sampling.max_new_tokens)
@@ -454,7 +457,7 @@ class ChatSession:
         if call.prompt is not None:
             return Choice(turn, whole, text, Message("assistant", text), finish, tokens)
         if call.sampling.has_structure and THOUGHT not in text:
-            # The engine's guided decoding leaves no reasoning.
+            # With guided decoding, the engine generates no reasoning, even if the prompt ends with `<think>`.
             is_open = False
         reasoning, content = split_reasoning(text, is_open=is_open)
         calls: list[ToolCall] = []

@@ -45,7 +45,7 @@ def _from_json(text: str) -> list[ToolCall]:
 
 
 def _tagged(text: str, parse: Callable[[str], Iterable[ToolCall]]) -> tuple[str, list[ToolCall]]:
-    """Parse every part between `<tool_call>` tags; text with an invalid part has no call."""
+    """Parse every part between `<tool_call>` tags. If a part is invalid, return the whole text and no calls."""
     begin, end = "<tool_call>", "</tool_call>"
     outside, calls, at = [], list[ToolCall](), 0
     while (first := text.find(begin, at)) >= 0:
@@ -173,7 +173,7 @@ MARKS: Mapping[str, Marks] = MappingProxyType(
 
 
 def text_before(text: str, marks: Iterable[str]) -> str:
-    """Return the text before the first mark. The end of the text counts if it may be the beginning of a mark."""
+    """Return the text before the first mark. An end of the text that may be the beginning of a mark counts as this mark."""
     end = len(text)
     for mark in marks:
         if (at := text.find(mark)) < 0:
