@@ -86,8 +86,8 @@ class AuditRecord:
     ) -> None:
         """Write the samples of the step that leads to `version`.
 
-        Replace an earlier record of this version: a step is repeated under the same version if the job ended before it
-        published the version. `seeds` has the seed of each rollout, by its id.
+        Replace an earlier record of this version: if a job ends before it publishes the version, the restarted job
+        repeats the step under the same version. `seeds` maps a rollout's id to its seed.
 
         Raises:
             sqlite3.Error: the file cannot be written.

@@ -42,21 +42,22 @@ def encode_call_value(what: str, value: object) -> bytes:
 
 
 def decode_call_value(encoded: bytes) -> Any:
-    """Decode a value of `encode_call_value`. Tensors are in host memory.
+    """Decode bytes that `encode_call_value` returned. Tensors are in host memory.
 
     Raises:
-        msgspec.DecodeError: the bytes are not such a value.
+        msgspec.DecodeError: `encode_call_value` cannot have returned these bytes.
     """
     return msgspec.msgpack.decode(encoded, ext_hook=_tensor_of)
 
 
 def _plain_or_frame(value: object) -> object:
-    """Return a value that msgpack cannot encode as a plain value; a tensor with dims becomes an extension.
+    """Convert a value that msgpack cannot encode: a tensor with dims to an extension, any other value to a plain value.
 
     Raises:
-        TypeError: there is no plain value, or the tensor is sharded, sparse, or of a dtype without a name here.
+        TypeError: the value has no plain form, is a sharded or sparse tensor, or is a tensor of a dtype that
+            checkpoints do not have.
     """
-    # Without an import of torch, no value is a tensor.
+    # A value can be a tensor only if this process has imported torch.
     torch: Any = sys.modules.get("torch")
     if torch is None or not isinstance(value, torch.Tensor) or not value.ndim:
         return plain_value(value)

@@ -654,7 +654,8 @@ def _values(where: str, raw: Any, kind: inspect.Type) -> Iterator[tuple[str, Any
     Args:
         where: path of the table or list; empty for the whole file, else with a dot at the end.
         raw: the table or list.
-        kind: type of `raw`. For a union, yield only the path, the table and the member of the union that its tag names.
+        kind: type of `raw`. For a union, yield one item: `where`, `raw`, and the union's member that the tag in `raw`
+            names.
     """
     match kind, raw:
         case inspect.StructType(fields=fields), dict():
@@ -691,7 +692,7 @@ def _all_values(
 def _unknown_key(where: str, key: str, known: Sequence[str]) -> str:
     """Return the mistake for an unknown key of a table; see `_take_unknown`.
 
-    The text also names other tables that have the key, and our name for a key of TRL or verl.
+    The text also names other tables that have the key. For a key of TRL or verl, it gives Windlass's key.
     """
     likely = difflib.get_close_matches(key, known, n=len(known))
     keys = [*likely, *(each for each in known if each not in likely)]

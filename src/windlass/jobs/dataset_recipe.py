@@ -26,9 +26,9 @@ class DatasetRecipe(Recipe):
     _epoch = _index = 0
 
     def check(self, config: LaunchConfig) -> None:
-        """Store the settings, load the data sets, and make the task of each first row.
+        """Store the settings, load the data sets, and make a task of the first row of each.
 
-        A subclass that overrides this method must call it.
+        A subclass that overrides this method must call `super().check(config)`.
 
         Raises:
             ConfigError: a data set cannot be read or has no rows, or its first row lacks a column.
@@ -44,7 +44,7 @@ class DatasetRecipe(Recipe):
         self._check_row("evaluation", self.evaluation_rows)
 
     def _check_row(self, key: str, rows: Sequence[Row]) -> None:
-        """Check the columns of the first row, and make its task."""
+        """Check that the first row has all columns that the settings name, and that `task` accepts the row."""
         if not len(rows):
             raise ConfigError(f"data.{key} must have at least one row, got none")
         row = rows[0]
@@ -102,7 +102,7 @@ class DatasetRecipe(Recipe):
         return ({"role": "system", "content": data.system}, user) if data.system else (user,)
 
     def tasks(self) -> Iterator[Task]:
-        """Yield the task of each row from the current position on, in the order of each epoch; advance the position."""
+        """Yield the tasks of the rows from the current position on, epoch by epoch. Each task advances the position."""
         data = self.data
         for epoch in itertools.count(self._epoch):
             if data.epochs and epoch >= data.epochs:

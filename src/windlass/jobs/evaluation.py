@@ -33,8 +33,8 @@ async def evaluate(
         recipe: recipe of the job.
         config: configuration of the job.
         version: version that the engines serve.
-        scorer: object that scores the answers; None if the recipe does. Answers that it cannot score are left out, and
-            the metric `unscored` counts them.
+        scorer: object that scores the answers; None if the recipe scores them. Answers that the scorer cannot score are
+            left out, and the metric `unscored` counts them.
 
     Raises:
         ConfigError: the recipe returned no tasks, a value that is not a `Task`, or metrics that are not finite numbers.
@@ -93,7 +93,7 @@ async def evaluate(
 
 
 async def with_rewards(scorer: Scorer, group: RolloutGroup) -> RolloutGroup:
-    """Return a group with the rewards of a scorer, without the rollouts that could not be scored."""
+    """Score the rollouts of a group. Return the group with the rewards, without rollouts that could not be scored."""
     rewards = await scorer.score(group.rollouts)
     scored = tuple(
         msgspec.structs.replace(rollout, reward=reward)
@@ -124,7 +124,7 @@ def _check_version(rollout: Rollout, version: int) -> None:
 
 
 def _checked_metrics(metrics: object) -> dict[str, float]:
-    """Return metrics as Python floats by name; raise `ConfigError` if they are not finite numbers by name."""
+    """Return metrics as Python floats by name; raise `ConfigError` if they are no mapping, or one is no finite number."""
     if not isinstance(metrics, Mapping):
         raise ConfigError(
             f"recipe: evaluation_metrics must return a mapping of metrics, got {metrics!r}"

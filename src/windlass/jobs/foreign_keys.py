@@ -92,7 +92,7 @@ VERL: Mapping[str, str] = MappingProxyType(
 
 
 def translated(key: str) -> str:
-    """Return a text about a key that TRL or verl has; empty for other keys."""
+    """Return a text that gives Windlass's key for a key of TRL or verl; empty for all other keys."""
     for owner, names in (("TRL", TRL), ("verl", VERL)):
         if key in names:
             ours = names[key]

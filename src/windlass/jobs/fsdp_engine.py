@@ -87,7 +87,8 @@ def micro_batches(
     Args:
         groups: groups of this rank.
         num_groups: largest number of groups in a micro-batch; 0 for one micro-batch of all groups.
-        loss_mean: unit over which the loss is a mean; the number of such units is a micro-batch's weight.
+        loss_mean: unit over which the loss is a mean. A micro-batch's weight is its number of units, divided by the
+            mean number per rank.
         device: device of tensors that the process group can gather.
         cut: function that cuts groups into micro-batches, in place of `num_groups`.
 

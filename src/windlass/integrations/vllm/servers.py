@@ -34,7 +34,7 @@ class _WorldSize(msgspec.Struct, frozen=True):
 
 
 def server_urls(urls: Sequence[str]) -> tuple[str, ...]:
-    """Return the URLs without trailing slashes.
+    """Check the URLs and return them without trailing slashes.
 
     Raises:
         ConfigError: `urls` is empty, contains an invalid URL, or contains a URL twice.
@@ -72,7 +72,7 @@ class VllmServers:
         self._pool = ThreadPoolExecutor(2 * len(self.urls), "windlass-vllm")
 
     def world_size(self, url: str, deadline_s: float, *, listens_within_s: float = 0.0) -> int:
-        """Return the number of ranks of a server, replicas included.
+        """Return the number of ranks of a server, over all its data-parallel replicas.
 
         Args:
             url: URL of the server.
@@ -80,7 +80,7 @@ class VllmServers:
             listens_within_s: seconds to wait for a server that does not listen yet.
 
         Raises:
-            PeerUnreachable: the server does not listen, cannot be reached, or does not have the route.
+            PeerUnreachable: the server does not listen, cannot be reached, or lacks the route `/get_world_size`.
             PeerTimeout: the server does not answer within `deadline_s`.
         """
         gives_up_at = time.monotonic() + listens_within_s
@@ -143,7 +143,7 @@ class VllmServers:
     def pause(self, among: Collection[str], mode: str, deadline_s: float) -> dict[str, str]:
         """POST `/pause?mode=...` and return failures as URL -> reason.
 
-        vLLM need not clear its caches: Windlass keeps the entries of different versions apart.
+        vLLM need not clear its prefix cache: Windlass separates the cache entries of different versions.
 
         Args:
             among: URLs of the servers to pause.
@@ -185,7 +185,7 @@ class VllmServers:
     ) -> dict[str, str]:
         """POST `/shutdown_weight_transfer_engine` and return failures as URL -> reason.
 
-        It is not a failure if a server lacks this route (vLLM 0.24).
+        A server without this route (vLLM 0.24) is not a failure.
         """
         return self._post(
             "/shutdown_weight_transfer_engine", among, _nothing, deadline_s, may_lack=True

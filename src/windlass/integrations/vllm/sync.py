@@ -276,7 +276,7 @@ class _Fleet:
         controller.coordinator.rounds.on_phase(self._on_phase)
 
     def _on_phase(self, version: int, phase: Phase) -> None:
-        """Start `_hold` for the servers that the round updates, at the phase in which their main loops must be blocked.
+        """Start `_hold` for each server that the round updates, if `phase` is the first with blocked main loops.
 
         Called in the controller's event loop at the start of every phase of a round.
         """

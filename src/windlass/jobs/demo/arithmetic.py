@@ -67,12 +67,13 @@ def longest_prompt(tokenizer: Any) -> int:
     """Return the number of tokens of the longest prompt that `arithmetic` makes."""
     numbers = range(LARGEST + 1)
     longest = max(numbers, key=lambda number: len(render(tokenizer, number, number)))
-    # With the longest number first, try every second number: a tokenizer may join digits with neighbouring characters.
+    # After the longest first number, try each number as the second: a tokenizer may join digits with the characters
+    # beside them, so the same number may be longer in one place than in the other.
     return max(len(render(tokenizer, longest, second)) for second in numbers)
 
 
 def reward(text: str, total: int) -> float:
-    """Return 1 if the first number in an answer is `total`; otherwise `DIGIT_CREDIT` times its share of digits."""
+    """Return 1 if the first number in `text` is `total`, else `DIGIT_CREDIT` times the share of digits in `text`."""
     found = re.search(r"[0-9]+", text)
     if found is not None and found.group() == str(total):
         return 1.0

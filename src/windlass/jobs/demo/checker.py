@@ -91,7 +91,9 @@ def check_served(
     device: str,
     progress: Callable[[int], object] = lambda _: None,
 ) -> TornReport:
-    """Compare every sample with the trainer's weights at the versions that its tokens name.
+    """Compare each sample's log-probabilities with those that the trainer's weights give.
+
+    A token names the version that generated it; the weights of this version compute the token's log-probability again.
 
     Args:
         samples: answers that the trainers trained on.

@@ -174,7 +174,7 @@ def saving_engine(
     start: Any = build_model(source)
     config, weights = start.config, {n: p.detach() for n, p in start.named_parameters()}
     shapes = {name: weight.shape for name, weight in weights.items()}
-    # Each tensor-parallel rank has whole key-value heads. The other ranks are data-parallel.
+    # A tensor-parallel rank must have whole key-value heads. The rest of the world size is data parallelism.
     tensor_parallel = math.gcd(int(environment_value("WORLD_SIZE")), config.num_key_value_heads)
 
     def chunk(

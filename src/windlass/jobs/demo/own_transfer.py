@@ -278,8 +278,8 @@ TRANSFERS: Mapping[tuple[str, str], OwnTransfer] = {
 def own_transfer_of(config: LaunchConfig) -> OwnTransfer:
     """Return the engine's own transfer to compare with: over NCCL if possible, otherwise through files.
 
-    NCCL refuses two ranks on one GPU, so the engine must have a separate GPU. The trainers must be able to import the
-    engine's package, which has their half of the NCCL transfer.
+    NCCL is possible if the engine has its own GPU, because NCCL refuses two ranks on one GPU. The trainers must also be
+    able to import the engine's package: it contains the trainers' half of the transfer.
     """
     engine = config.engines[0]
     has_nccl = bool(engine.num_gpus) and importlib.util.find_spec(engine.kind) is not None
@@ -316,7 +316,7 @@ async def run_own_transfer(
     """Run the job with the engine's own transfer, and check its answers.
 
     Args:
-        config: job with one engine server, whose model exists.
+        config: job with one engine server. The folder of the model must exist.
         recipe: source of prompts and rewards.
         transfer: transfer of the weights.
         script: script of the trainer ranks, with the operations that `transfer` calls.
@@ -547,10 +547,10 @@ class _Loop:
 
 
 def own_config(config: LaunchConfig) -> LaunchConfig:
-    """Return the configuration of the second job.
+    """Return the configuration of the second job, which uses the engine's own transfer.
 
-    Its output folder is the folder `own` inside the first job's output folder, and its trainers save versions there. Its
-    engines have other, free ports. Everything else is as in the first job.
+    The second job's output folder is `own` in the first job's output folder, and its trainers save versions there. Its
+    engines get new free ports. Everything else equals the first job, `config`.
     """
     folder = Path(config.output_dir) / "own"
     source, _, *others = config.trainer.arguments

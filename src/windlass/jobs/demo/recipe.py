@@ -101,7 +101,7 @@ class PaceClock:
         self._num_samples = self._num_tokens = self._num_versions = 0
 
     def updated(self, update_s: float, pause_s: float) -> None:
-        """Record that a version has just been published, after an update and a pause of these lengths in seconds.
+        """Record that a version has just been published, and how long its update and its pause took.
 
         The first call starts the clock.
         """
@@ -188,9 +188,8 @@ class DemoRecipe(Recipe):
     async def before_step(self, step: int, samples: Sequence[TrainingSample]) -> None:
         """Record the samples of the step. If engines and trainers take turns, put the engines to sleep.
 
-        Before the last step, wait until a killed engine has connected again.
-        Only an update from the trainers gives this engine the current weights: it cannot catch up from an engine with
-        another dtype.
+        Before the last step, wait until the killed engine has connected again. It cannot copy the current weights from
+        the other engine, which has another dtype, so it must take part in the last update.
         """
         config, version = self._config, self._controller.coordinator.fleet.published
         self.clock.stepping(samples, version)

@@ -100,7 +100,7 @@ def make_directory(config: LaunchConfig) -> None:
 
 
 def engine_install(kind: str) -> str:
-    """Return a text that tells the user how to install an engine of this kind: with pip on GPUs, else `make engines`."""
+    """Return how to install an engine of this kind, as a text for the user: with pip if the host has GPUs, else by make."""
     if visible_gpus():
         return f"`pip install {kind}` there, docs/integrations/{kind}.md"
     return "`make engines` first"
@@ -131,12 +131,12 @@ def check_transport_packages(config: LaunchConfig) -> None:
 
 
 def check_pause_mode(config: LaunchConfig) -> None:
-    """Check that the installed SGLang names the version of every token, if answers continue after a pause.
+    """Check that the installed SGLang names the version of every token, if running answers continue after a pause.
 
     Do nothing for other engines.
 
     Raises:
-        ConfigError: SGLang names only one version per answer, and the pause mode does not end the answers that run.
+        ConfigError: SGLang names only one version per answer, and the pause mode lets running answers continue.
     """
     server, mode = config.engines[0], config.update.pause_mode
     if server.kind != "sglang" or mode is PauseMode.ABORT:
