@@ -124,7 +124,7 @@ def _check_version(rollout: Rollout, version: int) -> None:
 
 
 def _checked_metrics(metrics: object) -> dict[str, float]:
-    """Return metrics as Python floats by name; raise `ConfigError` if they are no mapping, or one is no finite number."""
+    """Return metrics as Python floats by name; raise `ConfigError` if they are not a mapping to finite numbers."""
     if not isinstance(metrics, Mapping):
         raise ConfigError(
             f"recipe: evaluation_metrics must return a mapping of metrics, got {metrics!r}"

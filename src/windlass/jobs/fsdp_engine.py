@@ -345,11 +345,12 @@ class FsdpEngine(TrainEngine):
         fully_shard(model, mesh=self._shard_mesh, mp_policy=self._mixed_precision)
 
     def train_step(self, step: int, groups: Samples) -> Mapping[str, float]:
-        """Take one optimizer step, and step the schedule; see `TrainEngine.train_step`. Collective.
+        """Take one optimizer step, and advance the learning-rate schedule; see `TrainEngine.train_step`. Collective.
 
         Returns:
-            The mean loss, the further scalars of the loss, and where they exist the gradient norm before clipping
-            (`grad_norm`), the learning rate of this step (`lr`), and in step 0 `LOGPROB_DIFFERENCE`.
+            The mean loss and the other scalars that the loss function returns. Also `grad_norm`, the gradient norm
+            before clipping, if gradients are clipped; `lr`, the learning rate of this step, if there is a schedule; and
+            `LOGPROB_DIFFERENCE` in step 0.
         """
         if self._prepare is not None:
             groups = self._prepare(groups)

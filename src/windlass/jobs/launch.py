@@ -150,9 +150,9 @@ async def run_job(
 
 @contextmanager
 def _watchable(folder: Path, token: str, *, is_made_up: bool) -> Iterator[None]:
-    """Write the job's random token into a file of the output folder during the block, for `windlass status` of the user.
+    """During the block, keep the job's random token in a file of the output folder, where `windlass status` reads it.
 
-    If the user has chosen the token (not `is_made_up`), write no file. Delete a file of an earlier job.
+    If the user has chosen the token (not `is_made_up`), write no file. In both cases, delete an earlier job's file.
     """
     file = folder / TOKEN
     file.unlink(missing_ok=True)
@@ -559,12 +559,12 @@ class Job:
             insisted.cancel()
 
     async def _save_at_signal(self, insisted: asyncio.Task[int]) -> None:
-        """Save a checkpoint of the steps since the newest one, if the job saves checkpoints.
+        """Save a checkpoint if the job saves checkpoints and has trained a step since the newest checkpoint.
 
         The caller holds `_in_step`.
 
         Args:
-            insisted: task that ends with a second signal, which ends the wait for the checkpoint.
+            insisted: task that ends at the second signal. This method then stops waiting for the checkpoint.
         """
         if not self._lacks_checkpoint:
             return
@@ -742,7 +742,7 @@ class Job:
         deadline_s = config.start_deadline_s
         if config.rollout.tokenizer:
             progress.begin("loading the tokenizer, while engines start")
-            # Load it in a thread: transformers would block the loop when a local worker begins.
+            # Load the tokenizer here, in a thread. A worker in this process would load it in the event loop.
             await asyncio.to_thread(load_text, config.rollout.tokenizer)
             progress.end()
         if not config.rollout.num_workers:
@@ -885,7 +885,7 @@ class Job:
         await asyncio.to_thread(self._output.prune, self._config.trainer.keep)
 
     async def _save_last(self) -> None:
-        """Save a checkpoint of the steps since the newest one, if the job saves checkpoints."""
+        """Save a checkpoint if the job saves checkpoints and has trained a step since the newest checkpoint."""
         async with self._in_step:
             if self._lacks_checkpoint:
                 await self._save()
@@ -927,10 +927,10 @@ class Job:
             self.controller.rollouts.acknowledge(task_ids)
 
     async def _step(self, batch: list[list[TrainingSample]]) -> None:
-        """Train one step on the samples of each group, publish the new weights, and run what follows a step.
+        """Train one step on the samples of each group, and publish the new weights.
 
-        This is: hooks of the recipe, the audit record, the journal of rollouts, a checkpoint, metrics and an evaluation,
-        each if the job has it. The groups are then no longer open.
+        If the job has them, also run the recipe's hooks, write the audit record, update the journal of rollouts, save a
+        checkpoint, record metrics, and evaluate the new version. Afterwards the groups are no longer open.
 
         Raises:
             TrainerError: the ranks failed, or the update failed.
@@ -955,7 +955,7 @@ class Job:
             self._num_trained += 1
             for group_id in {sample.group_id for sample in samples}:
                 if (group := self._open.pop(group_id, None)) is not None:
-                    # A rollout of the handle may have ended without a sample.
+                    # Take the id from the group's rollouts, because a rollout may have no sample.
                     self._trained.append(group[1].future.result().rollouts[0].task_id)
             if not trainer.save_every:
                 self._acknowledge(self._trained)
@@ -1429,8 +1429,9 @@ def _ranks(config: LaunchConfig) -> list[ProcessSpec]:
 def room_deadline_s(config: LaunchConfig) -> float:
     """Return the seconds that the job waits until the staleness bound admits another task.
 
-    If the bound is reached, it admits further tasks only after the next version is published. So the result is the sum
-    of all waits that may come before: a batch and its scores, large tensors, a step, a checkpoint, an update, and restarts of ranks.
+    At the staleness bound, the job waits until the next version is published. The result is the sum of the deadlines of
+    all that may happen before: a batch and its scores, large tensors, a step, a checkpoint, an update, and restarts of
+    ranks.
     """
     rollout, trainer = config.rollout, config.trainer
     return (

@@ -85,7 +85,8 @@ class LogprobCheck:
                 found = logits[row, begin : begin + len(sample.output_ids)].detach().float().cpu()
                 distances.append(_distance(found, sample, self._sampling))
             if distances:
-                # A longer conversation may contain these tokens after others, which change the logits.
+                # Take the smallest distance: a longer conversation may also contain these tokens, but after other
+                # tokens, which change the logits.
                 self.distances.append(min(distances, key=lambda each: float(each.sum())))
             else:
                 left.append(sample)

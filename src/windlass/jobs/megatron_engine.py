@@ -156,7 +156,7 @@ class MegatronEngine(TrainEngine):
     def setup(self, context: TrainContext) -> tuple[int, int]:
         """Start all process groups, build the chunks and the optimizer, and connect to the fleet. Collective.
 
-        Set random seeds, and functions of Megatron's configuration for the gradients.
+        Set the random seeds, and the callbacks in Megatron's configuration that scale, finalise and defer gradients.
 
         Returns:
             Data-parallel rank of this rank, and number of data-parallel ranks.
@@ -222,13 +222,13 @@ class MegatronEngine(TrainEngine):
         return DistributedDataParallel(self._config, self._ddp, chunk)
 
     def train_step(self, step: int, groups: Samples) -> Mapping[str, float]:  # noqa: ARG002
-        """Take one optimizer step, and step the schedule; see `TrainEngine.train_step`. Collective.
+        """Take one optimizer step, and advance the learning-rate schedule; see `TrainEngine.train_step`. Collective.
 
-        Megatron skips the step if a gradient is not finite (with float16); the schedule then stays too.
+        With float16, Megatron skips the step if a gradient is not finite. The schedule then does not advance either.
 
         Returns:
-            The mean loss, `skipped` (1 for a skipped step, otherwise 0), and where they exist the gradient norm
-            (`grad_norm`) and the learning rate of this step (`lr`).
+            The mean loss and `skipped` (1 for a skipped step, otherwise 0). Also `grad_norm`, the gradient norm, if
+            Megatron computes it, and `lr`, the learning rate of this step, if there is a schedule.
         """
         optimizer = self._existing_optimizer()
         pieces = micro_batches(groups, self._num_groups, self._loss_mean, self._device)
@@ -343,7 +343,7 @@ class MegatronEngine(TrainEngine):
                 state["step"] = torch.tensor(float(self._num_steps))
 
     def _state(self, *, is_loading: bool) -> dict[str, Any]:
-        """Return the sharded state for a checkpoint; with `is_loading`, as the description of what to load. Collective."""
+        """Return the sharded state to save; with `is_loading`, return a description of the state to load. Collective."""
         sharding = {"distrib_optim_sharding_type": "dp_reshardable"}
         state: dict[str, Any] = {name: model.sharded_state_dict() for name, model in self._models()}
         optimizer = self._existing_optimizer().sharded_state_dict(

@@ -100,7 +100,7 @@ def make_directory(config: LaunchConfig) -> None:
 
 
 def engine_install(kind: str) -> str:
-    """Return how to install an engine of this kind, as a text for the user: with pip if the host has GPUs, else by make."""
+    """Return a text that tells the user how to install an engine: with pip if this host has GPUs, else with make."""
     if visible_gpus():
         return f"`pip install {kind}` there, docs/integrations/{kind}.md"
     return "`make engines` first"
