@@ -128,8 +128,8 @@ class OutputFolder:
 def find_start(config: LaunchConfig) -> tuple[Path, Checkpoint] | None:
     """Return the folder and record of the checkpoint from which a job starts; None to start without a checkpoint.
 
-    With `resume = "auto"`, the newest checkpoint of the output folder comes before `trainer.resume_from`. Otherwise only
-    `trainer.resume_from` counts.
+    With `resume = "auto"`, this is the newest checkpoint of the output folder, or `trainer.resume_from` if the folder
+    has no checkpoint. Otherwise only `trainer.resume_from` counts.
 
     Raises:
         ConfigError: `resume_from` is not a finished checkpoint. Or `resume` is not "auto" and the output folder contains

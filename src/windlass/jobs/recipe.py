@@ -91,8 +91,8 @@ class Recipe(ABC):
     def rewards(self, group: RolloutGroup) -> Sequence[float]:
         """Return the rewards of a finished group: one finite number per rollout, as a sequence, an array or a tensor.
 
-        A recipe must define this method, unless the job has `[rewards]`. By default, the method returns the rewards of
-        that table, `Rollout.reward`. A recipe may also define the method to change them.
+        A recipe must define this method, unless the job has the table `[rewards]`. Such a job has already scored each
+        rollout, and by default this method returns these scores (`Rollout.reward`).
 
         Runs in a thread, so this method may block, but it cannot use `signal.alarm`, which needs the main thread.
         """
@@ -113,7 +113,8 @@ class Recipe(ABC):
     def accepts(self, rollout: Rollout) -> bool:  # noqa: ARG002 - as above
         """Return whether to score an answer of a group, for example whether it has an end. Runs in a thread.
 
-        Another answer is generated in place of one that is not accepted, at most `rollout.max_rejections` times.
+        For each answer that the recipe does not accept, an engine generates a new answer, at most
+        `rollout.max_rejections` times.
         """
         return True
 
@@ -201,7 +202,7 @@ class Recipe(ABC):
     def workflows(self) -> Mapping[str, Workflow]:
         """Return workflows by name, for evaluations and for a job without worker processes (`rollout.num_workers = 0`).
 
-        The controller's event loop runs these workflows. In other jobs, the job does not call this method.
+        The controller's event loop runs these workflows. Other jobs do not call this method.
         """
         return {}
 
@@ -398,7 +399,7 @@ def _run_into(
 ) -> None:
     """Run `call` in `context`, which has the caller's log fields, and store its result or error in the future `result`.
 
-    An exception of `call` is stored as the result of `recipe_error`.
+    If `call` raises an exception, store the error that `recipe_error` returns for it.
     """
     try:
         result.set_result(context.run(call))

@@ -87,9 +87,9 @@ async def replay(
 ) -> Replay:
     """Compare a sample with an engine.
 
-    If sampling is greedy, or the sample has one answer and a seed, the engine generates whole answers again, and their
-    tokens must be equal. For any other sample, the engine returns its most probable token at each position. If the sample
-    has this token, compare the log-probabilities.
+    If sampling is greedy, or the sample has one answer and a seed, the engine generates whole answers again. Their
+    tokens must equal the sample's. For any other sample, the engine returns its most probable token at each position; if
+    the sample has this token, compare the log-probabilities.
 
     Args:
         http: session with the engine's token.
@@ -99,8 +99,8 @@ async def replay(
         seed: seed of the sample's rollout; None for none.
 
     Raises:
-        ConfigError: the sample has no generated token; or `sampling` changes log-probabilities (see `CHANGES_LOGPROBS`),
-            is not greedy, and the sample has no seed or several answers.
+        ConfigError: the sample has no generated token; or `sampling` changes log-probabilities (see `CHANGES_LOGPROBS`)
+            and the engine cannot generate the answers again.
         AttemptError: the engine failed.
     """
     spans = list(_spans(sample))
@@ -151,7 +151,8 @@ async def replay(
 def _spans(sample: TrainingSample) -> Iterator[tuple[int, int]]:
     """Yield [first, last) of each run of generated tokens in the output of a sample."""
     first: int | None = None
-    # An engine without a controller gives its tokens the version -1, like tokens that are not generated.
+    # Tokens that no engine generated have version -1. Tokens of an engine without a controller have it too, but their
+    # loss mask is True.
     pairs = zip(sample.versions, sample.loss_mask, strict=True)
     for number, is_generated in enumerate([*(v >= 0 or used for v, used in pairs), False]):
         if is_generated and first is None:

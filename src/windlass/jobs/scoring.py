@@ -147,11 +147,12 @@ class Scoring:
     async def _have_tensors(self, found: Mapping[int, asyncio.Task[list[TrainingSample]]]) -> bool:
         """Let the ranks fetch the large tensors of scored groups. Return whether the step can take these groups now.
 
-        The groups are not delivered yet. So an answer whose tensor is lost is generated again: by the controller if the
-        worker has ended, and otherwise as a replaced answer.
+        The groups are not delivered yet, so an answer with a lost tensor can be generated again. If the worker that
+        held the tensor has ended, the rollout controller does this itself. For all other lost tensors, this method
+        replaces the answers.
 
         Raises:
-            TrainerError: see `TrainController.take_tensors`. Or a tensor is lost that the recipe made.
+            TrainerError: see `TrainController.take_tensors`; or a tensor that the recipe made is lost.
         """
         if self._take_tensors is None:
             return True
@@ -257,9 +258,9 @@ class Scoring:
                 ) from error
 
     async def _usable(self, group: RolloutGroup) -> RolloutGroup | None:
-        """Return a group that the recipe's filters before rewards accept; None for a group without samples for now.
+        """Return the group if the recipe's `accepts_group` and `accepts` accept it and all its rollouts; else None.
 
-        A group that the recipe does not accept is declined. Rollouts that it does not accept are replaced.
+        If only some rollouts are not accepted, replace them; the group is scored again when it is complete.
         """
         if not has_filters(self._recipe):
             return group
@@ -279,7 +280,7 @@ class Scoring:
             group_id: group that is being scored.
             reasons: rollout id -> why its answer is replaced.
         """
-        # The group leaves the ready groups, and its task must not count as one that has declined the group.
+        # Remove the scoring task: it returns no samples, which would otherwise decline the group.
         self._scores.pop(group_id, None)
         # The group may have become too old in this iteration of the event loop.
         if group_id in self._rollouts.ready_ids():
@@ -289,7 +290,7 @@ class Scoring:
         """Return the group with the rewards of the scorer; None if rollouts could not be scored and are replaced."""
         if self._scorer is None:
             return group
-        # Later scores of a group are those of replaced rollouts.
+        # The share of failures counts only the first scores of a group. Later scores are of replaced rollouts.
         is_first = group.group_id not in self._rewards
         known = self._rewards.pop(group.group_id, {})
         unscored = [each for each in group.rollouts if _answer(each) not in known]

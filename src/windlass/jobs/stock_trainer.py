@@ -92,7 +92,7 @@ class StockTrainer(WrappedEngine[FsdpEngine]):
         super().__init__(engine)
 
     def setup(self, context: TrainContext) -> tuple[int, int]:
-        """Set up the engine, take settings of the loss from the job's sampling, and load a reference model if it is needed.
+        """Set up the engine, complete the loss's settings from the sampling, and load a reference model if needed.
 
         Returns:
             See `FsdpEngine.setup`.
@@ -125,7 +125,7 @@ class StockTrainer(WrappedEngine[FsdpEngine]):
         model.config.use_cache = False
         if settings.gradient_checkpointing:
             model.gradient_checkpointing_enable()
-            # transformers checkpoints only in training mode. Dropout would change the ratio.
+            # Gradient checkpointing works only in training mode. In this mode, dropout would change the ratio.
             model.train()
             for module in model.modules():
                 if isinstance(module, torch.nn.Dropout):

@@ -222,7 +222,7 @@ class TrainController:
         self._lock = asyncio.Lock()
 
     def mount(self, server: ControlServer) -> None:
-        """Add the HTTP route to which the ranks connect to a server that has not started yet.
+        """Add the HTTP route for the ranks' connections to `server`, which must not have started yet.
 
         A server may have several train controllers with different names, for example of an actor and a critic.
 
@@ -291,7 +291,7 @@ class TrainController:
         Args:
             step: number of the step, for `TrainEngine.train_step` of each rank.
             groups: samples of each group. A data-parallel rank may get no group.
-            deadline_s: seconds for the step, and as many before it for large tensors.
+            deadline_s: seconds for the step. Fetching large tensors before the step may take as long again.
 
         Raises:
             ConfigError: a value of a group is not a `TrainingSample`.
@@ -393,7 +393,7 @@ class TrainController:
             await self._wait_for(_published(update), deadline)
 
     async def _wait_for(self, work: Coroutine[Any, Any, TrainResult], deadline: Deadline) -> None:
-        """Run `work`, which ends with an update, and watch that no rank ends before.
+        """Run `work`, which waits for an update; stop as soon as a rank ends.
 
         Raises:
             TrainerError: `work` returned `Failed`, a rank ended first, or the deadline passed.
@@ -518,7 +518,7 @@ class TrainController:
     async def _end_ranks(self, grace_s: float) -> None:
         """End the processes of all started ranks at the same time, and close their connections.
 
-        Each process has `grace_s` before SIGKILL. Engines that share GPUs with the ranks wait from now on.
+        Each process has `grace_s` before SIGKILL. From now on, the job starts no engine that shares GPUs with the ranks.
         If ending a rank fails, all other ranks are still ended, and then the first error is raised.
         """
         self.ranks_started.clear()
@@ -646,7 +646,7 @@ class TrainController:
         Record the process as the rank's process, with its operations. From rank 0, record the address of the TCP store.
 
         Raises:
-            ProtocolError: the frame is no `Joined`, or has another protocol version, number of ranks or start of the ranks.
+            ProtocolError: the frame is no `Joined`, or its protocol version, number of ranks or job id is wrong.
             MustWait: another process has this rank's number.
         """
         if not isinstance(first, Joined):
@@ -732,7 +732,7 @@ async def _published(update: CalledUpdate) -> TrainResult:
 
 
 async def _copied(update: CalledUpdate) -> TrainResult:
-    """Wait until an update's weights are copied to the replicas. If the update ends before, return as `_published` does."""
+    """Wait until an update's weights are copied to the replicas. If the update ends first, return as `_published` does."""
     copied = asyncio.create_task(update.copied.wait())
     await asyncio.wait([copied, update.report], return_when=asyncio.FIRST_COMPLETED)
     copied.cancel()

@@ -92,7 +92,7 @@ class TrainingSection(msgspec.Struct, frozen=True, kw_only=True):
         self.loss_config()
 
     def loss_config(self) -> LossConfig:
-        """Return the settings of the named loss, with the settings that this table replaces.
+        """Return the settings of the loss that `loss` names, changed by the settings that this table contains.
 
         Raises:
             ConfigError: the settings contradict each other.
@@ -113,11 +113,11 @@ class TrainingSection(msgspec.Struct, frozen=True, kw_only=True):
     def check_sampling(self, sampling: SamplingParams) -> None:
         """Check that the trainer can compute the log-probability of a token in the distribution that engines sample from.
 
-        The trainer knows the temperature. Other settings change the distribution too, and the ratio of the trainer's to
-        the engine's probability would be wrong.
+        The trainer applies the temperature, but no other setting that changes the distribution. With such a setting, the
+        ratio of the trainer's to the engine's probability would be wrong.
 
         Raises:
-            ConfigError: the temperature is 0, or the sampling parameters contain such a setting and the loss uses the
+            ConfigError: the temperature is 0; or another setting changes the distribution, and the loss uses the
                 engine's log-probabilities.
         """
         if sampling.temperature <= 0:

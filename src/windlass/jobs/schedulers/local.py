@@ -234,8 +234,8 @@ async def _start_watchdog(mark: str) -> int:
             stdin=read_end,
             stdout=asyncio.subprocess.DEVNULL,
             stderr=asyncio.subprocess.DEVNULL,
-            # If another scheduler started this process, its mark is in the environment. Pass no environment, because
-            # the other scheduler's watchdog would kill the new watchdog if it inherited this mark.
+            # If another scheduler started this process, the environment contains that scheduler's mark. Pass no
+            # environment, because that scheduler's watchdog kills every process that has the mark.
             env={},
         )
     finally:

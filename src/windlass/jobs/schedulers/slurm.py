@@ -266,7 +266,7 @@ class SlurmBackend(ClusterBackend):
     async def _admit(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         """Read the lease from a new connection. Record the connection in the lease's job, which is now known to run.
 
-        Close a connection that sends no lease of a job that waits.
+        Close the connection if it does not send the lease of a waiting job.
         """
         self._unproven[writer] = None
         if len(self._unproven) > MAX_UNPROVEN:
