@@ -88,8 +88,8 @@ async def replay(
     """Compare a sample with an engine.
 
     If sampling is greedy, or the sample has one answer and a seed, the engine generates whole answers again. Their
-    tokens must equal the sample's. For any other sample, the engine returns its most probable token at each position; if
-    the sample has this token, compare the log-probabilities.
+    tokens must equal the sample's. For any other sample, the engine returns its most probable token at each position.
+    If the sample has this token, compare the log-probabilities.
 
     Args:
         http: session with the engine's token.

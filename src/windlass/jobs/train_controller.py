@@ -518,7 +518,7 @@ class TrainController:
     async def _end_ranks(self, grace_s: float) -> None:
         """End the processes of all started ranks at the same time, and close their connections.
 
-        Each process has `grace_s` before SIGKILL. From now on, the job starts no engine that shares GPUs with the ranks.
+        Each process has `grace_s` before SIGKILL. From now on, the job starts no engine that shares GPUs with ranks.
         If ending a rank fails, all other ranks are still ended, and then the first error is raised.
         """
         self.ranks_started.clear()
@@ -732,7 +732,7 @@ async def _published(update: CalledUpdate) -> TrainResult:
 
 
 async def _copied(update: CalledUpdate) -> TrainResult:
-    """Wait until an update's weights are copied to the replicas. If the update ends first, return as `_published` does."""
+    """Wait until an update's weights are in the replicas. If the update ends first, return as `_published` does."""
     copied = asyncio.create_task(update.copied.wait())
     await asyncio.wait([copied, update.report], return_when=asyncio.FIRST_COMPLETED)
     copied.cancel()

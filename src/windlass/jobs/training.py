@@ -113,8 +113,8 @@ class TrainingSection(msgspec.Struct, frozen=True, kw_only=True):
     def check_sampling(self, sampling: SamplingParams) -> None:
         """Check that the trainer can compute the log-probability of a token in the distribution that engines sample from.
 
-        The trainer applies the temperature, but no other setting that changes the distribution. With such a setting, the
-        ratio of the trainer's to the engine's probability would be wrong.
+        The trainer applies the temperature, but no other setting that changes the distribution. With such a setting,
+        the ratio of the trainer's to the engine's probability would be wrong.
 
         Raises:
             ConfigError: the temperature is 0; or another setting changes the distribution, and the loss uses the

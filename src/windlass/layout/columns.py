@@ -64,7 +64,7 @@ class Columns:
 
     @classmethod
     def empty(cls, num_rows: int) -> Self:
-        """Return a table of `num_rows` uninitialised rows. `empty` and `fill` need half the memory of `join`."""
+        """Return a table of `num_rows` uninitialised rows. Filling it with `fill` needs half the memory of `join`."""
         return cls(
             **{f.name: np.empty(_shape(f, num_rows), f.metadata["dtype"]) for f in fields(cls)}
         )

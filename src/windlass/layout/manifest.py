@@ -424,14 +424,14 @@ _MOST_ELEMENTS = 1 << 20
 def _refuse_folded(manifest: ShardManifest) -> None:
     """Raise ManifestError if two elements of one shard share bytes, as in an expanded tensor (stride 0).
 
-    In shards with more than `_MOST_ELEMENTS` elements, only a stride of 0 is found.
+    In a shard with more than `_MOST_ELEMENTS` elements, find only strides of 0.
     """
     table = manifest.table
     itemsizes = np.array([p.dtype.itemsize for p in manifest.parameters], np.int64)[table.parameter]
     strides = np.where(table.sizes == 1, 0, np.abs(table.strides_bytes))
     order = np.argsort(strides, axis=1)
     sizes, steps = (np.take_along_axis(each, order, 1) for each in (table.sizes, strides))
-    # A dim is certainly distinct if its stride is at least the extent of all dims with smaller strides.
+    # Elements along a dim share no bytes if the dim's stride is at least the extent of all dims with smaller strides.
     extents = itemsizes[:, None] + np.cumsum((sizes - 1) * steps, axis=1)
     inner = np.concatenate((itemsizes[:, None], extents[:, :-1]), axis=1)
     for row in np.flatnonzero(((sizes > 1) & (steps < inner)).any(axis=1)).tolist():
@@ -470,7 +470,7 @@ def _check_quantized(manifest: ShardManifest) -> None:
 
 
 def _check_bytes(manifest: ShardManifest) -> Int64Array:
-    """Return, per parameter, the size of all shards in bytes.
+    """Return the total size in bytes of each parameter's shards.
 
     Raises:
         ManifestError: a shard reaches outside its parameter.

@@ -92,7 +92,7 @@ class SourceMemory:
 
 
 def covering_pages(memory: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
-    """Return the whole pages that contain some memory, as disjoint ranges (start, stop) in ascending order.
+    """Return the pages that `memory` touches, as disjoint ranges (start, stop) in ascending order.
 
     `memory` has one (address, size in bytes) per range of bytes.
     """

@@ -94,7 +94,7 @@ class CudaMemory:
         return self._gpu
 
     def allocation(self, address: int) -> tuple[int, int]:
-        """Return the address and size of the GPU allocation that contains an address.
+        """Return the address and size of the GPU allocation that contains `address`.
 
         Raises:
             RegionError: the address is not in memory of this GPU.

@@ -57,7 +57,7 @@ def renaming(
     Args:
         missing: names and shapes of tensors that an engine needs and no trainer has.
         there: names and shapes of trainer tensors that the engine does not need.
-        matched: names that trainer and engine have.
+        matched: names that both the trainer and the engine have.
 
     Returns:
         The advice; "" if `there` is empty.
@@ -182,7 +182,10 @@ def _changes(missing: Mapping[str, _Shape], there: Mapping[str, _Shape]) -> Iter
 def _prefix_change(
     old: str, new: str, missing: Mapping[str, _Shape], there: Mapping[str, _Shape]
 ) -> Iterator[_Change]:
-    """Yield the change of prefix `old` into `new` if it gives every missing tensor a source and is no coincidence."""
+    """Yield the change of prefix `old` into `new` if it gives every missing tensor a source.
+
+    Yield nothing if the rest of the names is so short that the sources may agree by coincidence.
+    """
     before, after = old and f"{old}.", new and f"{new}."
     pairs = {n: before + n.removeprefix(after) for n in missing if n.startswith(after)}
     if not _has_every_source(pairs, missing, there):
@@ -207,7 +210,10 @@ def _prefix_change(
 def _suffix_change(
     old: str, new: str, missing: Mapping[str, _Shape], there: Mapping[str, _Shape]
 ) -> Iterator[_Change]:
-    """Yield the change of the last part `old` into `new` if it gives every missing tensor a source."""
+    """Yield the change of the last part `old` into `new` if it gives every missing tensor a source.
+
+    Yield nothing if the missing names have only one pattern: the sources may then agree by coincidence.
+    """
     before, after = f".{old}", f".{new}"
     pairs = {n: n.removesuffix(after) + before for n in missing if n.endswith(after)}
     if _has_every_source(pairs, missing, there) and len(patterns_of(missing)) > 1:

@@ -70,7 +70,7 @@ def place(family: Family, name: str, shape: _Shape, geometry: Geometry, coords: 
 
     Args:
         family: naming table of the model.
-        name: the parameter's name, with the layer number in the whole model, and with the expert's number on this rank.
+        name: the parameter's name, with the layer's number in the whole model and the expert's number on this rank.
         shape: local shape of the parameter.
         geometry: sizes of the model.
         coords: the rank's coordinates on the mesh.
@@ -187,7 +187,7 @@ def _interleaved(part: _Part, geometry: Geometry) -> Iterator[PlacedShard]:
     The rows of a group may be divided between ranks.
 
     Raises:
-        ManifestError: the number of rows does not fit to `geometry`.
+        ManifestError: the number of rows contradicts `geometry`.
     """
     head, groups = geometry.head_dim, geometry.num_query_groups
     counts = (geometry.queries_per_group * head, head, head)
@@ -225,7 +225,7 @@ def _latent(part: _Part, geometry: Geometry) -> PlacedShard:
 
 
 def _grouped(part: _Part, geometry: Geometry, num_local: int) -> Iterator[PlacedShard]:
-    """Yield the tensors of all local experts in one parameter (Megatron's GroupedMLP).
+    """Yield the shards of all local experts, whose weights are in one parameter (Megatron's GroupedMLP).
 
     `weight1` has shape `(hidden, experts * 2 * inner)`, but its memory is ordered as `(experts, hidden, 2 * inner)`.
     `weight2` has shape `(experts * inner, hidden)`. Each expert's matrix is transposed relative to the checkpoint.

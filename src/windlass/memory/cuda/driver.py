@@ -231,7 +231,7 @@ class Device:
     @property
     def uuid(self) -> str:
         """UUID of the GPU in hexadecimal, or of the part of it (MIG) that this process sees."""
-        # cuda-bindings 12 has the plain name for the old function, which does not tell parts of a GPU apart.
+        # In cuda-bindings 12, cuDeviceGetUuid is the old function, which returns one UUID for all parts of a GPU.
         is_old = "cuDeviceGetUuid_v2" in vars(driver())
         name = "cuDeviceGetUuid_v2" if is_old else "cuDeviceGetUuid"
         return bytes(_call(name, self._device).bytes).hex()

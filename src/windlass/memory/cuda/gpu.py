@@ -40,7 +40,7 @@ class Gpu:
         return bool(self._late)
 
     def wait(self, event: Event, deadline_s: float) -> None:
-        """Wait until all work before `event` has ended. If the deadline passes, mark the GPU as late for ever.
+        """Wait until all work before `event` has ended. If the deadline passes, mark the GPU as late permanently.
 
         Raises:
             TransferFailed: queued work failed.

@@ -48,7 +48,7 @@ class GpuTables:
 
     @contextmanager
     def _building(self) -> Iterator[None]:
-        """Context manager for the creation of tables and words: if the block raises, free all that it has created."""
+        """Run a block that creates tables and words. If the block raises, free all tables and words of this object."""
         with ExitStack() as undo:
             undo.callback(self.close)
             yield
