@@ -226,7 +226,7 @@ class _HostPack:
 
 
 def least_half(program: LinkProgram) -> int:
-    """Return the smallest size in bytes of packing memory for one turn: the largest row of blocks of the link."""
+    """Return the bytes of packing memory that one turn of a link needs at least: its largest row of blocks."""
     rows_of_blocks = (
         min(op.nbytes, _row_of_blocks(op))
         for op in program.ops

@@ -75,7 +75,7 @@ class Turns(Generic[Work]):
             op: index of the part's op in the link.
             start: position of the part in the op's payload, in bytes.
             nbytes: size of the part.
-            work: entry of `work` for the part.
+            work: entry to append to `self.work` for the part.
         """
         if not self.parts or self._at + aligned(nbytes) > self._stop:
             place = self._places[len(self.parts) % len(self._places)]

@@ -48,10 +48,10 @@ def room_of(ordinal: int) -> Room:
 
 
 def used_nbytes(ordinal: int) -> int:
-    """Return the bytes in use: of GPU `ordinal` by all processes, or the resident memory of this process.
+    """Return the bytes of GPU `ordinal` that all processes use, or the resident memory of this process if it is -1.
 
-    Return 0 if the bytes cannot be read, for example because this process has no file descriptor left: a figure in a report
-    must not end a round.
+    If the bytes cannot be read, for example because this process has no file descriptor left, return 0 and do not
+    raise: the figure is only for a report.
     """
     try:
         if ordinal < 0:

@@ -17,10 +17,10 @@ def torch_dtype(dtype: DType) -> torch.dtype:
 
 
 def dtype_of(name: str, tensor: torch.Tensor) -> DType:
-    """Return the checkpoint type of a tensor; `name` is used in the error.
+    """Return the `DType` of a tensor; `name` is the tensor's name in the error.
 
     Raises:
-        UnsupportedLayout: checkpoints do not have this type.
+        UnsupportedLayout: no `DType` equals the tensor's dtype.
     """
     if tensor.dtype not in _FROM_TORCH:
         raise UnsupportedLayout(

@@ -88,8 +88,8 @@ def role_token(secret: str, role: Access) -> str:
 def role_environment(secret: str, role: Access) -> dict[str, str]:
     """Return environment variables with the tokens that a process of this role needs; no variables without a secret.
 
-    An engine or a worker also gets the token with which workers request tokens from engines. A worker also gets the token
-    with which agents claim rollouts from the worker.
+    An engine or a worker also gets the token that authorises a worker's requests to engines. A worker also gets the
+    token that authorises an agent's requests to the worker.
     """
     if not secret:
         return {}
@@ -110,7 +110,7 @@ def authorization(token: str) -> dict[str, str]:
 def role_of_certificate(certificate: Certificate | None) -> Access | None:
     """Return the role that a verified client or server certificate names.
 
-    Return None without a certificate, or if it names no known role or several roles.
+    Return None without a certificate, and for a certificate that names no known role or several roles.
     """
     subject = (certificate or {}).get("subject")
     units = {

@@ -122,7 +122,7 @@ def free_port() -> int:
     except OSError:
         end = _USUAL_EPHEMERAL_PORT
     ports = range(min(_FIRST_FREE_PORT, end), end)
-    # A job may have set the seed of `random` in all its processes.
+    # Use the system's generator: a job may have set the same seed of `random` in all its processes.
     for port in random.SystemRandom().sample(ports, min(_NUM_PROBES, len(ports))):
         with socket.socket() as probe, suppress(OSError):
             probe.bind((LOOPBACK, port))

@@ -133,10 +133,10 @@ class Listener:
         )
 
     def admit(self, request: web.Request) -> bool:
-        """Make the connection of a request a member. Call this after the request has shown a valid token.
+        """Stop treating the connection of a request as a stranger. Call this after the request has shown a valid token.
 
-        Return False if the connection is still a stranger and has one of the reserved file descriptors: the caller must
-        then refuse the request.
+        Return False if the connection is a stranger and has one of the reserved file descriptors. It then stays a
+        stranger, and the caller must refuse the request.
         """
         key = request.get_extra_info("socket")
         if key in self._strangers and _takes_reserved(key):
@@ -157,7 +157,7 @@ class Listener:
     def _on_accepted(self, transport: asyncio.Transport, accepted: _Accepted) -> None:
         """Record a new connection as a stranger, with a timer that drops it, and pass it to aiohttp or begin its TLS handshake.
 
-        If there are too many strangers, or no other file descriptor is left, first drop strangers.
+        If there are too many strangers, or only reserved file descriptors are left, first drop strangers.
         """
         key = transport.get_extra_info("socket")
         keep_alive(key)
