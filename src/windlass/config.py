@@ -58,7 +58,7 @@ def check_numbers(
         settings: object that has the fields.
         least: name of a field -> minimum. If the minimum is an integer, the value must be an integer, too.
         above: names of fields that must be greater than 0.
-        where: text before the name of the field in an error; empty for the name of the object's class.
+        where: text before the field's name in an error. If it is empty, the name of the object's class is used.
 
     Raises:
         ConfigError: a field has a wrong value. The message has the field, the rule and the value.

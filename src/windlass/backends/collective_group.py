@@ -288,8 +288,8 @@ class TorchBroadcastGroup:
         GPU, it also limits the wait for the kernels that fill the buffer.
 
         Raises:
-            TransferFailed: the group was broken before, these kernels did not end in time, or the broadcast cannot begin.
-                The group is broken afterwards.
+            TransferFailed: the group was already broken, the kernels did not end in time, or the broadcast cannot
+                begin. The group is broken afterwards.
         """
         import torch.distributed as dist
 
@@ -312,11 +312,11 @@ class TorchBroadcastGroup:
             raise TransferFailed(f"group {self._name}: {_first_line(error)}") from error
 
     def finish(self, slot: int, deadline_s: float) -> None:
-        """Finish the broadcast of buffer `slot`. Later work may then read the buffer; at rank 0, it may overwrite the buffer.
+        """Finish the broadcast of buffer `slot`, so that later work may read the buffer.
 
-        With `gpu` and NCCL, this call returns at once and ignores `deadline_s`. Later work in the stream of `gpu` waits for
-        the broadcast, and `drain` reports a late broadcast. Otherwise this call waits. If no broadcast of this buffer was
-        started, do nothing.
+        Rank 0 may then also overwrite it. With `gpu` and NCCL, this call returns at once and ignores `deadline_s`.
+        Later work in the stream of `gpu` waits for the broadcast, and `drain` reports a late broadcast. Otherwise this
+        call waits. If no broadcast of this buffer was started, do nothing.
 
         Raises:
             TransferFailed: a member has ended, or this call waited longer than `deadline_s`. The group is then broken.
@@ -339,7 +339,7 @@ class TorchBroadcastGroup:
             raise TransferFailed(f"group {self._name}: {_first_line(error)}") from error
 
     def drain(self, deadline_s: float) -> None:
-        """Wait until all started broadcasts and the kernels between them have ended on the GPU.
+        """Wait until all started broadcasts, and the kernels that were queued between them, have ended on the GPU.
 
         Without `gpu`, do nothing, because `finish` has waited.
 

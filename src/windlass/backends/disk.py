@@ -124,7 +124,7 @@ class DiskSender:
         destinations: Sequence[str],
         deadline_s: float,  # noqa: ARG002
     ) -> Written:
-        """Write the one file of this rank, which all engines read; see `SenderBackend.write`.
+        """Write one file with this rank's parameters, which all engines read; see `SenderBackend.write`.
 
         If the file cannot be written, all links fail.
         """

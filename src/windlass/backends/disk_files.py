@@ -85,8 +85,8 @@ def write_shards(
         folder: shared folder.
         version: version of the weights.
         manifest: layout of the rank's parameters.
-        addresses: address of each parameter, in manifest order. A parameter with address 0 is left out: no engine
-            needs it, and its layout is no longer the layout in the manifest.
+        addresses: address of each parameter, in manifest order. Parameters with address 0 are left out: no engine needs
+            them, and their layout has changed since the manifest was made.
         memory: memory of the parameters.
 
     Raises:
@@ -214,8 +214,8 @@ def _file_chunks(
 def _elements(shard: Shard, address: int, dtype: DType, memory: MemoryOps) -> Iterator[memoryview]:
     """Yield the bytes of a shard's elements, in row-major order.
 
-    A contiguous shard in host memory is one view. Other shards are copied block by block into one host buffer, which
-    the next block overwrites.
+    Yield a contiguous shard in host memory as one view. Copy other shards block by block into one host buffer: the next
+    block overwrites the block that was yielded before.
 
     Args:
         shard: the shard.
@@ -244,7 +244,7 @@ def _elements(shard: Shard, address: int, dtype: DType, memory: MemoryOps) -> It
 
 
 def _write_durably(path: Path, chunks: Iterable[bytes | memoryview]) -> tuple[int, str]:
-    """Write a file under a temporary name, flush it to disk, and rename it; return its size in bytes and its xxh3_128.
+    """Write a file under a temporary name, flush it to disk, and rename it. Return its size in bytes and its digest.
 
     Raises:
         OSError: the file system reported an error.
@@ -346,11 +346,11 @@ def _entries_of(
     indices: Sequence[DiskIndex],
     manifest: ShardManifest,
 ) -> list[tuple[str, DiskEntry]]:
-    """Return (rank, entry) for each entry with elements of a tensor, under the tensor's name or an alias (tied weights).
+    """Return the entries that store elements of a tensor, under the tensor's name or an alias (tied weights).
 
     Args:
         tensor: name of the checkpoint tensor.
-        holders: tensor -> (rank, entry) of the readable files.
+        holders: result of `_holders` for the readable files.
         indices: indices of all files, for their aliases.
         manifest: layout of the engine rank's parameters.
     """

@@ -203,7 +203,7 @@ class PushReceiver:
         return None
 
     def begin(self) -> None:
-        """Begin an update: no tensor counts as received. The first call allocates the shadow copy.
+        """Begin an update, and mark all tensors as missing. The first call allocates the shadow copy.
 
         Raises:
             PlanError: the parameters are in several memories, for example on two GPUs.

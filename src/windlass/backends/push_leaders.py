@@ -446,7 +446,7 @@ class PushUpdates:
     async def _call_all(self, asked: CallbackRequest, command: PushCommand) -> None:
         """Wait for the call's turn and for the end of earlier commands, and send the command to all engine ranks.
 
-        So all engine ranks carry out the commands of all leaders in the same order.
+        This makes all engine ranks carry out the commands of all leaders in the same order.
         """
         async with self._running().turn(asked.leader, asked.number), self._lock:
             await self._running().call(command, asked.deadline_s)
@@ -471,7 +471,10 @@ class PushUpdates:
             raise RoundAborted(f"version {version} was not published: {report.reason}")
 
     async def _end(self, push: _Push, version: int, deadline_s: float) -> None:
-        """After earlier commands, let the round verify and publish the version; or give the round up if the update failed."""
+        """Wait for earlier commands.
+
+        Then let the round verify and publish the version, or give it up if the update failed.
+        """
         async with self._lock:
             if reason := push.failure or self._coordinator.run.refusal(version):
                 push.round.give_up(reason)

@@ -500,7 +500,7 @@ class Load:
 def cut_buckets(
     manifest: ShardManifest, programs: Iterable[LinkProgram], capacity_nbytes: int
 ) -> tuple[tuple[BucketPart, ...], tuple[int, ...]]:
-    """Distribute the parameter bytes that a trainer rank sends over buckets.
+    """Distribute over buckets the parameter bytes that a trainer rank sends.
 
     Args:
         manifest: layout of the rank's parameters.

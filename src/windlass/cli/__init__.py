@@ -38,7 +38,7 @@ class Command:
 
 
 def add_update_mode(parser: argparse.ArgumentParser) -> None:
-    """Declare the option for the way in which engines get new weights."""
+    """Declare the option `--mode`, which selects how engines get new weights."""
     parser.add_argument(
         "--mode",
         choices=[*map(str, UpdateMode)],

@@ -181,7 +181,7 @@ def _quiet_libraries() -> Iterator[None]:
 
 
 def _automatic(offers: Sequence[TransportOffer]) -> list[Finding]:
-    """Report, for each kind of memory, which transport `auto` would choose within this host and between two such hosts."""
+    """Report, for each kind of memory, which transport `auto` would choose within this host and between hosts."""
     findings = []
     for kind in MemoryType:
         here = [offer for offer in offers if offer.traits.memory is kind]

@@ -505,7 +505,9 @@ class FleetBinder:
             raise EnginesUnbound(wrong, kept=kept)
 
     def _unbound(self, failed: Mapping[str, Result | WindlassError], what: str) -> EnginesUnbound:
-        """Return the error for engine ranks whose call failed. `what` says what each rank did not do, for the reasons.
+        """Return the error for engine ranks whose call failed.
+
+        `what` is the part of the reasons that says what a rank did not do.
 
         The error sorts the ranks into late ranks, ranks that have lost their connection, and engines to refuse.
         """

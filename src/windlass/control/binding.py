@@ -124,7 +124,7 @@ class Binding:
             engines: engine -> its processes.
 
         Returns:
-            The part; None if it is empty, or if the trainers are other processes.
+            The part; None if it is empty, or if the trainer processes have changed.
         """
         if self.identities_of(self.trainers) != trainers:
             return None

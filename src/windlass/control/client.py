@@ -226,7 +226,7 @@ class TrainerChannel(AgentChannel):
         return announced
 
     def give_up_expected(self) -> None:
-        """Set PeerUnreachable in the future of the last announcement with `sends=False`, unless its report has arrived.
+        """Let the last announcement with `sends=False` fail with PeerUnreachable, unless its report has arrived.
 
         Idempotent. Call this when the next version begins. From then on, the report of the previous version can no
         longer arrive.
@@ -237,7 +237,7 @@ class TrainerChannel(AgentChannel):
             self._fail(PeerUnreachable(what))
 
     def _fail(self, error: BaseException | None) -> None:
-        """Set `error` in the future of the newest announcement, so that its caller fails, unless its report has arrived."""
+        """Let the newest announcement fail with `error`, unless its report has arrived."""
         with self._lock:
             if self.announced is not None and not self.announced.report.done():
                 self.announced.report.set_exception(error)

@@ -94,12 +94,12 @@ class Comparisons:
         return replicated, comparison.turn, period
 
     def conclude(self, *, compare_s: float, update_s: float, is_published: bool) -> None:
-        """Update the balance after the round that the last call of `begin` decided about.
+        """Update the time budget of the comparisons after the round for which `begin` was called last.
 
         Args:
             compare_s: seconds that the slowest rank needed for the comparison; 0 without a comparison.
             update_s: seconds of the whole round.
-            is_published: whether the round published its version. Other rounds add nothing to the balance.
+            is_published: whether the round published its version. Other rounds add nothing to the budget.
         """
         compared = self._decided
         if compared is not None and not compared.is_first:

@@ -154,7 +154,7 @@ class Connector:
 
         Args:
             donor: engine that sends.
-            newcomer: engine that receives. The fleet's binding loses this engine.
+            newcomer: engine that receives. This method removes it from the fleet's binding.
             planner: returns the plan of the copy.
 
         Raises:
@@ -181,11 +181,9 @@ class Connector:
     ) -> Binding:
         """Make sources and engines bind a plan, in a new epoch, and return the binding.
 
-        The attribute `binding` does not change.
-
-        Clear `Members.unbindable`. While the ranks bind, `binds` contains the names of the engines. Before and after,
-        wake the coroutines that wait for changes. Log the tensors that engines keep, and the trainer tensors that no
-        engine has.
+        The attribute `binding` does not change. Clear `Members.unbindable`. While the ranks bind, `binds` contains the
+        names of the engines. Before and after, wake the coroutines that wait for changes. Log the tensors that engines
+        keep, and the trainer tensors that no engine has.
 
         Args:
             sources: trainers; in a catch-up, the donor.

@@ -140,7 +140,8 @@ def _spec(
     # Another backend fills the engines now, so the next publish must bind them again.
     coordinator.connector.binding = None
     engines: Mapping[str, tuple[str, ...]] = {group.name: group.workers for group in groups}
-    # An engine that does not pause in time is left out early enough for the caller to get its answer.
+    # Leave out an engine that does not pause early enough, so that the caller still gets an answer
+    # within `pause_s`.
     prepare_s = reply_budget_s(pause_s)
     deadlines = msgspec.structs.replace(
         config.deadlines,
@@ -148,7 +149,7 @@ def _spec(
         pause_s=reply_budget_s(prepare_s),
         write_s=session_s,
     )
-    # Engines pause before bytes arrive, also if a shadow copy receives them.
+    # Engines pause before bytes arrive, even if a shadow copy receives the bytes.
     config = msgspec.structs.replace(config, mode=UpdateMode.IN_PLACE, deadlines=deadlines)
     spec = RoundSpec(
         version=-1,

@@ -293,7 +293,7 @@ class EngineAgent:
     def _send_own(self, command: SourceCommand) -> Result:
         """Carry out a command to send this rank's own weights to another engine (a catch-up).
 
-        The caller holds the agent's lock, so no other command changes the weights meanwhile.
+        The caller holds the agent's lock, so no other command changes the weights while this command runs.
 
         Raises:
             ProtocolError: this rank cannot send.
@@ -375,7 +375,7 @@ class EngineAgent:
             )
 
     def _publish(self, version: int, deadline_s: float) -> None:
-        """Record that this rank serves `version` and that its weights are whole; then stamp the version and resume."""
+        """Record that all weights of this rank are of `version`. Then stamp the version and resume the engine."""
         self.served_version, self._is_stamped = version, False
         self._mixed_weights = self._open_to_writes = False
         self._end_round(deadline_s)
@@ -400,7 +400,7 @@ class EngineAgent:
         self._end_round(deadline_s)
 
     def _end_round(self, deadline_s: float) -> None:
-        """Resume the engine as `_go_on_if_whole` does, and let the framework make it sleep again."""
+        """Resume the engine (`_go_on_if_whole`). Then allow the framework to make the engine sleep again."""
         try:
             self._go_on_if_whole(deadline_s)
         finally:

@@ -117,8 +117,8 @@ class Group:
     def move(self, status: EngineStatus, reason: str = "") -> None:
         """Set the state of the engine and its reason. Log the reason if it has changed.
 
-        A transition that is not in `TRANSITIONS` is a bug. The engine then gets the state `MIXED_WEIGHTS` instead, so that
-        it gets no traffic until a round publishes in it.
+        A transition that is not in `TRANSITIONS` is a bug. The engine then gets the state `MIXED_WEIGHTS` instead, so
+        that it gets no traffic until a round publishes a version to it.
         """
         if status not in TRANSITIONS[self.status]:
             reason = f"internal error: {self.status} must not become {status}"
@@ -303,8 +303,8 @@ class Fleet:
     def admit(self, hello: Hello) -> Agent:
         """Check the Hello of a rank, add the rank to its group, and update the state of its engine.
 
-        Quarantines and holds of earlier processes with the rank's name end. The first rank of a new trainer job replaces
-        the previous job (`replace_job`).
+        End the quarantines and holds of earlier processes with the rank's name. The first rank of a new trainer job
+        replaces the previous job (`replace_job`).
 
         Raises:
             ManifestError: see `check`.
@@ -519,7 +519,7 @@ class Fleet:
         return self._groups.get(name)
 
     def writable_engines(self) -> tuple[Group, ...]:
-        """Return the engines that a round may write to: complete, not silent, not quarantined, and in no hold."""
+        """Return the engines that a round may write to: complete, not silent, not quarantined, and in none of the `holds`."""
         held = frozenset[Identity]().union(*(hold.engines for hold in self.holds.values()))
         return tuple(
             g
@@ -570,11 +570,9 @@ class Fleet:
     def settle(self, trainer: Identity, round_id: RoundId, seq: int, result: Result) -> bool:
         """End a hold if a late answer shows that the write of the hold has ended.
 
-        Late answers arrive after the end of their round.
-
-        The answer to the write command of a hold ends the hold. If this answer reports a link with an unknown outcome,
-        quarantine the link's engine, as during the round. The answer to a probe also ends the hold: agents answer in
-        order, so the write has ended or has never begun.
+        Late answers arrive after the end of their round. The answer to the write command of a hold ends the hold. If
+        this answer reports a link with an unknown outcome, quarantine the link's engine, as during the round. The
+        answer to a probe also ends the hold: agents answer in order, so the write has ended or has never begun.
 
         Returns:
             Whether the answer has ended a hold or quarantined an engine.
@@ -610,10 +608,9 @@ class Fleet:
     def _settle_for_predecessor(self, source: Identity, round_id: RoundId, result: Result) -> bool:
         """Quarantine the ranks that a write of an earlier controller may still reach.
 
-        `result` is the answer to the write command.
-
-        A rank that is not connected is quarantined when it connects again. A process with epoch 0 in its Hello has got
-        no command of an earlier controller, so it takes no part in such a write.
+        `result` is the answer to the write command. A rank that is not connected is quarantined when it connects again.
+        A process with epoch 0 in its Hello has got no command of an earlier controller, so it takes no part in such a
+        write.
 
         Returns:
             Whether `result` reports ranks that the write may still reach.

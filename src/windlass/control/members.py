@@ -358,8 +358,8 @@ class Members:
     def _on_reply(self, session: AgentSession, reply: Reply[Result]) -> None:
         """Give an agent's answer to the call that waits for it, to the running round, and to the fleet.
 
-        If the answer ends a silence or a hold, store new quarantines in the journal, wake the coroutines that wait for
-        changes, and start to bring up engines: a round may write to more engines now.
+        If the answer ends an exclusion (`set_aside`) or a hold, a round may now write to more engines: wake the
+        coroutines that wait for changes, and start to bring up engines. Store new quarantines in the journal.
         """
         session.on_reply(reply.call_id, reply.result)
         self._events.replied(session, reply)
@@ -453,10 +453,8 @@ class Members:
     def set_aside(self, session: AgentSession, reason: str) -> None:
         """Exclude a rank's engine from bindings and rounds, because the rank did not answer.
 
-        Send the rank a probe in a task.
-
-        Store the reason in `Agent.silent`, so that the engine gets no traffic. Wake the coroutines that wait for
-        changes. The answer to the probe ends the exclusion.
+        Send the rank a probe in a task. Store the reason in `Agent.silent`, so that the engine gets no traffic. Wake
+        the coroutines that wait for changes. The answer to the probe ends the exclusion.
         """
         self._fleet.note_silent(session.agent, reason)
         self._changes.notify()

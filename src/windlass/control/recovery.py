@@ -158,7 +158,8 @@ class CatchUps:
         """
         if self._fleet.held:
             self._tasks.spawn(self._members.probe_held())
-        # A task that waits will see this change too, because it begins only after the running round has ended.
+        # A task that still waits needs no second task: it begins its work only after the running
+        # round has ended.
         if not self._is_due:
             self._is_due = True
             self._tasks.spawn(self._bring_up_and_bind())
@@ -285,7 +286,7 @@ class CatchUps:
     async def _copy(self, donor: Group, newcomer: Group, plan: TransferPlan) -> UpdateReport:
         """Bind two engines, run a round in which `donor` sends its weights to `newcomer`, and return the report.
 
-        The binding of the trainers loses `newcomer`. Wake the coroutines that wait for changes after the round.
+        Remove `newcomer` from the binding of the trainers. Wake the coroutines that wait for changes after the round.
         """
         fleet = self._fleet
         binding = await self._connector.bind_copy(donor, newcomer, lambda *_: plan)

@@ -92,7 +92,7 @@ class RoundRunner:
         )
 
     def _sent_before(self, binding: Binding) -> dict[Link, str]:
-        """Return link -> digest of the last published version, for links to engines that serve this version.
+        """Return link -> digest of its bytes in the last published version, for links to engines that serve this version.
 
         The result is empty if other trainer processes published the version.
         """

@@ -276,7 +276,7 @@ class RoundMachine:
                     worker, command = self._late.get(event.seq, ("", None))
                     if command is not None and worker == event.worker:
                         self._delivery.ended(worker, command)
-                    # The reply is a duplicate, or answers a command of an earlier phase.
+                    # The reply is a duplicate, or comes from a rank that has left the round.
                     return []
                 del self.pending[event.seq]
                 self._on_result(worker, command, event.result)
@@ -586,7 +586,7 @@ class RoundMachine:
     def _may_be_mixed(self) -> bool:
         """Return whether an engine that leaves the round now may have mixed weights.
 
-        If writes change live weights, this is so after the first write; otherwise it is so from APPLY on.
+        If writes change live weights, return True after the first write. Otherwise return True from APPLY on.
         """
         if self._delivery.changes_live(self._config.mode):
             return self._wrote

@@ -27,7 +27,7 @@ def unchanged_reason(version: int) -> str:
 def is_unchanged(sent: Sequence[Mapping[Link, str]], before: Mapping[Link, str]) -> bool:
     """Return whether a version sends engines exactly the bytes that they already serve.
 
-    Only engines with a digest in `before` for each of their links are compared. Without such an engine, return False.
+    Compare only engines whose links all have a digest in `before`. If there is no such engine, return False.
 
     Args:
         sent: for each engine, link -> digest of the bytes that were sent.

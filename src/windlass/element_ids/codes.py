@@ -157,7 +157,7 @@ class Codes:
     def mixed(self, chosen: frozenset[str], seed: int) -> Iterator[tuple[str, torch.Tensor]]:
         """Yield (name, tensor) for all tensors.
 
-        The tensors named in `chosen` have the values of `some`; all others have the values of `random(0)`.
+        The tensors named in `chosen` have the values of `some`; all other tensors have the values of `random(0)`.
         """
         return self._load(
             lambda first, last, dtype, is_chosen: (
@@ -171,7 +171,7 @@ class Codes:
     def expected(
         self, numbers: torch.Tensor, seed: int, dtype: torch.dtype, *, loud: bool = False
     ) -> torch.Tensor:
-        """Return the values (n,) that `Codes.random(seed)` yields for these elements; with `loud`, those of `Codes.some`.
+        """Return the values (n,) that `Codes.random(seed)`, or `Codes.some` if `loud`, yields for these elements.
 
         `numbers` has element numbers, (n,) int64, on any device. Each value is generated in the checkpoint's dtype and
         then cast to `dtype`, the dtype of the engine's tensor.
@@ -288,7 +288,7 @@ def digits_at(
     first: int, last: int, bits: int, position: int, device: torch.device
 ) -> torch.Tensor:
     """Return the digits at `position` of the numbers [first, last), plus 1, as float32."""
-    # A row of the table has the numbers that differ only in their lowest digit.
+    # Each row of the table is for numbers that differ only in their lowest digit.
     if position:
         rows = torch.arange(first >> bits, (last - 1 >> bits) + 1, device=device)
         rows = rows.bitwise_right_shift_(bits * (position - 1)).bitwise_and_((1 << bits) - 1)

@@ -93,7 +93,7 @@ def _by_tensor(
 ) -> Iterator[tuple[CheckpointSpec, Int64Array, Int64Array]]:
     """Split element numbers by checkpoint tensor: yield (tensor, flat indices into that tensor, places).
 
-    The order is the order of the checkpoint.
+    The tensors come in the order of the checkpoint.
     """
     tensors = codes.tensor_of(numbers)
     if (tensors[1:] < tensors[:-1]).any():

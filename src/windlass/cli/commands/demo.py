@@ -415,7 +415,7 @@ def _check_compare(args: argparse.Namespace, *, is_server: bool) -> None:
 
 
 def _check_groups(args: argparse.Namespace, engines: Sequence[EngineSection]) -> None:
-    """Check that no trainer rank and engine rank of an NCCL group share a GPU."""
+    """Check that no NCCL group would have a trainer rank and an engine rank on the same GPU."""
     if args.backend == "xccl" and any(engine.colocate_with for engine in engines):
         raise ConfigError(
             f"demo: --backend xccl with --device cuda needs more GPUs than engines, because NCCL refuses a group with "
@@ -424,7 +424,7 @@ def _check_groups(args: argparse.Namespace, engines: Sequence[EngineSection]) ->
 
 
 def _server(args: argparse.Namespace, folder: Path, name: str, context: int) -> EngineSection:
-    """Return the section of an unmodified engine server.
+    """Return the configuration of one engine server.
 
     The server runs in the virtual environment that `WINDLASS_<KIND>_VENV` names. Without this variable, the server runs
     in the current environment, or in `.venv-<kind>` if the current environment lacks the engine.

@@ -35,8 +35,8 @@ def run(args: argparse.Namespace) -> int:
     """Run the job; return 0, or 128 plus the signal's number if a signal ended the job."""
     configure_logging("controller")
     console = plain_console(stderr=True)
-    # The view shows a slow operation while it runs. If no view can be drawn, `Progress` logs it instead. With `--check`,
-    # the log has only mistakes.
+    # The view shows a slow operation while it runs. If no view can be drawn, `Progress` logs it
+    # instead. With `--check`, `Progress` logs nothing, so that the output has only mistakes.
     progress = (
         Progress(lambda _: None, is_shown=True)
         if args.check
@@ -61,7 +61,7 @@ def _checked_config(file: Path, *, runs_recipe: bool) -> LaunchConfig:
     If `runs_recipe`, also run the recipe's file and its checks.
 
     Raises:
-        ConfigError: a check found a mistake; the error has all mistakes.
+        ConfigError: a check found a mistake. The error lists the mistakes of all checks.
     """
     from windlass.jobs.config import check_all, error_of, name_file, read_job
     from windlass.jobs.launch import check_host, check_job

@@ -55,8 +55,8 @@ async def _watch(args: argparse.Namespace, console: Console) -> None:
 
     with LiveView(console, draw, fills_screen=True) as shown:
         async for newest in views:
-            # The view redraws itself. Drawing each overview here would take longer than the controller needs for the
-            # next one, and the screen would show an ever older state.
+            # The view redraws itself. Do not draw each overview here: overviews may arrive faster
+            # than they can be drawn, and the screen would then show an ever older state.
             if not shown.is_drawn:
                 console.print(status_of(newest), "")
     if shown.is_drawn and newest:

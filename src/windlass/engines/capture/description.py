@@ -242,7 +242,7 @@ class Seen:
     def scattered(self, codes: Codes) -> frozenset[str]:
         """Return the names of the tensors that capture must still read at every place.
 
-        The result contains the tensors whose captured elements were wrong in the check. For some tensors, capture has read
+        The result contains the tensors whose captured elements failed the check. For some tensors, capture has read
         whole rows instead of single places. The result contains such a tensor if the loader multiplies the tensor by a
         factor, or if a checkpoint tensor has more than `MAX_BOXES` boxes in it.
         """
