@@ -183,7 +183,7 @@ _TEMPORARY = threading.Lock()
 def temporary_values(values: Mapping[str, str]) -> Iterator[None]:
     """Set environment variables inside the `with` block, and restore the previous values after the block.
 
-    If another thread is inside such a block, wait until it leaves.
+    If another thread is inside such a block, wait until that thread leaves the block.
     """
     with _TEMPORARY:
         before = {name: os.environ.get(name) for name in values}

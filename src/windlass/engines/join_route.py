@@ -62,7 +62,7 @@ class JoinOrder(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         return f"JoinOrder({self.controller!r}, {self.transport!r})"
 
     def check_model(self, folder: Path) -> None:
-        """Check that the order names no folder, or `folder`, the checkpoint folder of the server.
+        """Check that the order's folder, if given, is `folder`, the checkpoint folder of the server.
 
         Raises:
             ConfigError: the order names another folder.

@@ -472,10 +472,11 @@ def serve(
         code = server.wait()
         # Kill child processes that outlive the server.
         _kill(server.pid)
-        # A killed server leaves its key.
+        # A killed server does not delete its key.
         if not args.node_rank:
             remove_key(args.port)
-        # If a child process has left the process group, it survives and keeps the log's pipe open.
+        # A child process that has left the process group survives and keeps the log's pipe open. So wait with a
+        # deadline.
         log.join(LOG_DEADLINE_S)
     return status or (0 if is_done else code)
 

@@ -310,7 +310,7 @@ class HostCopies:
     def outside_saver(self) -> AbstractContextManager[None]:
         """Return a context in which torch_memory_saver does not manage new GPU memory.
 
-        Managed memory cannot be exported.
+        Other processes cannot map managed memory.
         """
         if not self._is_on_gpu:
             return nullcontext()

@@ -85,7 +85,7 @@ Held = Callable[[], Mapping[str, Holding]]
 
 
 def held_by(model: torch.nn.Module, ignored: frozenset[int] = frozenset()) -> Mapping[str, Holding]:
-    """Return all tensors that a model references, by name, parameters first.
+    """Return the tensors that a model references, by name, parameters first.
 
     If several tensors share memory (tied tensors, views), only the first is returned. `ignored` has addresses of storages
     to skip, such as KV caches.
@@ -173,7 +173,7 @@ def tied_names(model: torch.nn.Module) -> Mapping[str, frozenset[str]]:
 def has_memory(tensor: torch.Tensor) -> bool:
     """Return whether a tensor has a storage with elements.
 
-    A tensor subclass that wraps other tensors has none; the walk through the model finds the wrapped tensors.
+    A tensor subclass that wraps other tensors has no storage; the walk through the model finds the wrapped tensors.
     """
     if (
         tensor.is_meta
@@ -189,9 +189,9 @@ def has_memory(tensor: torch.Tensor) -> bool:
 
 
 def _writable(node: Node) -> torch.Tensor | None:
-    """Return a tensor that shares memory with the tensor, array or storage of a node.
+    """Return a tensor that shares memory with the object of a node: a tensor, an array or a storage.
 
-    Return None if the object is of another kind or its memory is read-only.
+    Return None for any other object, and for read-only memory.
     """
     item = node.item
     if node.shape.form is Form.TENSOR:
@@ -339,9 +339,9 @@ class Watched:
         return self._reach
 
     def settle(self) -> None:
-        """From now on, leave new tensors of kind HELD out of all results.
+        """From now on, leave new tensors that other objects than modules hold (kind HELD) out of all results.
 
-        During a load, an engine's loader may keep temporary tensors in its objects.
+        An engine's loader may keep temporary tensors in such objects during a load.
         """
         self._settled = frozenset(name for name, h in self().items() if h.kind is Kind.HELD)
 
@@ -405,7 +405,7 @@ def prints_of(held: Mapping[str, Holding]) -> dict[str, int]:
 
 
 def fingerprints(held: Mapping[str, Holding]) -> dict[str, str]:
-    """Return the fingerprint of every tensor except kind HELD, by name, in hexadecimal.
+    """Return the fingerprints of parameters, buffers and other attributes of modules, by name, in hexadecimal.
 
     The name of a tensor that is not a parameter begins with its kind, as in `buffer:NAME`.
     """

@@ -85,7 +85,7 @@ class Mirror:
     holder: object | None = None
 
     def refill(self) -> None:
-        """Copy the weights' rows into the mirror, and then into the bytes of `holder`."""
+        """Copy the weights' rows into the mirror, and then into the bytes-like object `holder`, if any."""
         for part in self.parts:
             part.refill()
         if self.holder is not None:
@@ -132,8 +132,9 @@ def find_mirrors(
         numbers: Python numbers of the engine, by path.
 
     Returns:
-        The mirrors; and, as `derived`, tensors that correlate with a weight, mirrors in read-only memory, mirrors
-        that may copy either of two weights, and numbers that equal the smallest or largest element of a weight.
+        As `mirrors`, tensors that copy elements of weights. As `derived`, tensors that correlate with a weight, mirrors
+        in read-only memory, mirrors that may copy either of two weights, and numbers that equal the smallest or largest
+        element of a weight.
     """
     sources = [h for h in weights if h.tensor.is_floating_point() and h.tensor.numel() >= FEW]
     mirrors: dict[str, Mirror] = {}
@@ -199,7 +200,7 @@ def _on_devices(
 
 
 def _in_memory_of(part: Part, copy: torch.Tensor, tensor: torch.Tensor) -> Part:
-    """Return the part with a view of `tensor` as its target. Before, the target is the same view of `copy`.
+    """Replace the target of a part, a view of `copy`, by the same view of `tensor`. Return the new part.
 
     `copy` is a copy of `tensor` on another device, with the same shape and strides.
     """

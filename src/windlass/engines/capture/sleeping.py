@@ -14,7 +14,7 @@ def free_nbytes() -> int | None:
     """Release unused memory that torch caches, and return the free bytes of this rank's GPU. Return None without a GPU."""
     if not torch.cuda.is_available():
         return None
-    # The engine's sleep mode would not use cached blocks of this process.
+    # Memory that torch caches is not free for the engine's sleep mode.
     torch.cuda.empty_cache()
     return torch.cuda.mem_get_info()[0]
 

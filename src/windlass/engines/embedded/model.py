@@ -78,8 +78,8 @@ def load_model(
     ENGINE/RANK of this rank. `transport` allocates and registers the parameters' memory.
 
     Raises:
-        ConfigError: `source` is not a configuration of a model, or a size of the model is not divisible by the
-            number of ranks.
+        ConfigError: `source` is neither a checkpoint of a causal LM nor a transformers configuration, or a size of the
+            model is not divisible by the number of ranks.
     """
     torch.manual_seed(seed)
     module = _build(source).to(torch_dtype(dtype)).eval().requires_grad_(requires_grad=False)

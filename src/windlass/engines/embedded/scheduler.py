@@ -161,7 +161,7 @@ class Scheduler:
             self._changed.notify_all()
 
     def abort(self, rid: str) -> bool:
-        """End the request with this id, with the tokens that it has; return False if no such request runs or waits."""
+        """End the request with this id; its answer has the tokens so far. Return False if no such request runs or waits."""
         with self._changed:
             found = [r for r in (*self._running.values(), *self._waiting) if r.rid == rid]
             for request in found:
@@ -251,7 +251,7 @@ class Scheduler:
         return runs or self._pause_wanted is not None
 
     def _apply_pause(self, mode: PauseMode) -> None:
-        """End all requests (`ABORT`), or return running requests to the queue and free their slots (`RETRACT`)."""
+        """End all requests (`ABORT`), return running requests to the queue (`RETRACT`), or do nothing (`IN_PLACE`)."""
         if mode is PauseMode.ABORT:
             for request in (*self._running.values(), *self._waiting):
                 self._finish(request, FinishReason.ABORT)

@@ -324,7 +324,7 @@ class EngineServer:
         return web.json_response({"status": "running"})
 
     async def _update_version(self, http: web.Request) -> web.Response:
-        """Set the version that later tokens name. The weights do not change."""
+        """Set the weight version that is reported for later tokens. The weights do not change."""
         body = msgspec.json.decode(await http.read(), type=_Version, strict=False)
         self._scheduler.set_version(body.new_version)
         return web.json_response({"success": True, "new_version": body.new_version})

@@ -34,7 +34,7 @@ _pause = _Pause()
 
 @functools.cache
 def can_end_requests() -> bool:
-    """Patch this rank's scheduler for `end_at_resume`. Idempotent.
+    """Patch this rank's scheduler for `end_at_resume`, and return True. Idempotent.
 
     Return False if this release of SGLang lacks a needed part.
     """
@@ -48,8 +48,9 @@ def can_end_requests() -> bool:
     scheduler_class: Any = vars(module)["Scheduler"]
     if not {"get_next_batch_to_run", "_release_aborted_request"} <= vars(scheduler_class).keys():
         return False
-    # A paused scheduler does not call `get_next_batch_to_run`, so its next call shows that generation has resumed. A patch
-    # of `continue_generation` would have no effect, because the scheduler keeps references to its message handlers.
+    # A paused scheduler does not call `get_next_batch_to_run`, so the next call shows that generation has resumed. A
+    # patch of `continue_generation` would have no effect, because the scheduler keeps references to its message
+    # handlers.
     choose: Callable[..., Any] = scheduler_class.get_next_batch_to_run
 
     @functools.wraps(choose)

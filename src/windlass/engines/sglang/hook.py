@@ -205,9 +205,9 @@ def _own_sampler() -> int:
 def _carry_out_step(model: torch.nn.Module, order: Step, rank: int, secrets: Secrets) -> bytes:
     """Capture the layout, or join the fleet, as the order says; return the body of the report.
 
-    The body is a `CapturedLayout` in JSON for a capture, and empty for a join. Before a capture, patch SGLang's scheduler,
-    caches and sampler, and set the seed of this rank's replica. After it, set `this_rank.saver`, and for an engine with one replica
-    and one stage also `this_rank.can_block`.
+    The body is a `CapturedLayout` in JSON for a capture, and empty for a join. Before a capture, patch SGLang's
+    scheduler, caches and sampler, and set the seed of this rank's replica. After the capture, set `this_rank.saver`,
+    and for an engine with one replica and one stage also `this_rank.can_block`.
     """
     settings = order.settings
     if this_rank.saver is not None:
@@ -223,7 +223,7 @@ def _carry_out_step(model: torch.nn.Module, order: Step, rank: int, secrets: Sec
             return _capture_layout(model, order, rank)[0]
         every = partial(all_ranks, device=next(model.parameters()).device)
         found, untouched = capture_on_every_rank(lambda: _capture_layout(model, order, rank), every)
-        # Updates write the model's memory only, and no buffers.
+        # True if updates write only to the model's own memory, and not to buffers.
         plain = not found.repacked and not found.recomputed
         this_rank.can_block = every(plain and untouched)
         return found
@@ -256,7 +256,8 @@ def _capture_layout(model: torch.nn.Module, order: Step, rank: int) -> tuple[Cap
     """Capture the layout. Return the layout, and the result of `orders_change_nothing`.
 
     Raises:
-        UnsupportedLayout: see `capture`; or SGLang changes tensors around an order, and the engine has pipeline stages.
+        UnsupportedLayout: see `capture`; or SGLang changes tensors before or after an order, and the engine has
+            pipeline stages.
     """
     settings = order.settings
     captured = capture(

@@ -204,7 +204,7 @@ def _set_loader(server_args: Any, loaders: list[str]) -> None:
         return
     try:
         from sglang.srt.arg_groups.overrides import declare_resolution
-    except ImportError:  # to 0.5.16
+    except ImportError:  # SGLang up to 0.5.16
         server_args.custom_weight_loader = [*loaders, HOOK]
         return
     declare_resolution(server_args, "windlass", custom_weight_loader=[*loaders, HOOK])

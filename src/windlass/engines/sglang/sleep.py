@@ -157,7 +157,7 @@ class RankSaver:
             pool = updater.tp_worker.model_runner.token_to_kv_pool
         except AttributeError:  # a release that keeps the pool elsewhere
             return
-        # A pool of several kinds of memory states no size.
+        # A pool that combines several kinds of memory has no `mem_usage`.
         self._state.caches_nbytes = int(vars(pool).get("mem_usage", 0) * (1 << 30))
 
     def paused(self) -> None:
@@ -273,7 +273,7 @@ def has_backup() -> bool:
 
 
 def _agreed(updater: Any, refusal: str) -> str:
-    """Return this rank's refusal, or a text that another rank refuses; an empty string if no rank refuses. Collective."""
+    """Return this rank's refusal, or the text that another rank refuses; an empty string if no rank refuses. Collective."""
     refuses = torch.tensor([bool(refusal)], dtype=torch.int32)
     dist.all_reduce(refuses, dist.ReduceOp.MAX, updater.tp_cpu_group)
     if not refuses.item():

@@ -251,7 +251,7 @@ own_core = _Core()
 
 
 def core_calls() -> CoreCalls | None:
-    """Return the calls into this process's EngineCore.
+    """Return the object that calls methods in this process's EngineCore.
 
     Return None before the first capture, and in a process without an EngineCore.
     """
@@ -378,7 +378,7 @@ def load_current_entries(connector: Any, namespace: Namespace) -> None:
 
     A connector that has looked up a request's prefix before the last update may still use the keys of that look-up.
     `Namespace.enter` marks such requests. For these requests, the patched `get_num_new_matched_tokens` reports that no
-    tokens match. It does the same for a request that names entries (by their address) that other weights have computed.
+    tokens match. It does the same for a request with the address of cache entries that other weights have computed.
     When a request finishes, the patched connector adds the identity of the weights to the address of the request's
     entries.
 

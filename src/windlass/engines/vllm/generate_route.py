@@ -71,7 +71,7 @@ class _Logprobs(msgspec.Struct, frozen=True):
     top_logprobs: list[dict[str, float] | None] | None = None
 
     def candidates(self, tokens: Sequence[int]) -> list[_Candidate]:
-        """Return the log-probabilities of generated tokens in the form of `content`."""
+        """Return one candidate for each generated token, from either form of vLLM's log-probabilities."""
         if self.content is not None:
             return self.content
         tops = self.top_logprobs or [None] * len(tokens)
@@ -188,6 +188,7 @@ class CompletionsRoute(GenerateRoute):
         found = msgspec.json.decode(body, type=_Answer)
         choice, noted = found.choices[0], found.kv_transfer_params
         versions = noted.weight_versions if noted is not None else None
+        # Without versions, the tokens are of no use: the rollout worker sends the request again.
         if choice.finish_reason == ABORT and versions is None:
             return _outer(choice, [], None, num_top)
         return _outer(choice, choice.token_ids or [], versions, num_top)

@@ -153,7 +153,7 @@ class Membership:
         await self._behind(scope, receive, join_when_started)
 
     def _protect(self, state: Any) -> App:
-        """Return the application, wrapped in the middleware for private routes and joins. vLLM's server has set `state`.
+        """Return the application, wrapped in the middleware for private routes and joins. `state` comes from vLLM's server.
 
         Create the `VllmMember`. If WINDLASS_CONTROLLER is a URL, record the member as the one that joins at the start.
 

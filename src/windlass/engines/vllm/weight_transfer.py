@@ -83,7 +83,7 @@ class WindlassTransferEngine(WeightTransferEngine):  # type: ignore[misc]
         self.receive_weights(self.parse_update_info(update_info))
 
     def receive_weights(self, update_info: UpdateInfo, load_weights: object = None) -> None:
-        """Block this worker's main loop between two steps until the round of this version has ended.
+        """Block this worker's main loop between two steps until the round of the version in `update_info` has ended.
 
         The controller, not this method, reports the result of the round to the trainer. If no round reaches this worker's
         agent within `deadline_s`, the loop continues. If the round leaves mixed weights, the loop stays blocked until a

@@ -81,7 +81,7 @@ class VllmApi:
         self._is_blocking = self._aborts = self._rests = False
 
     def pause(self, mode: PauseMode, deadline_s: float) -> bool:
-        """Pause: `abort` ends running requests; `in_place` keeps requests and their KV cache.
+        """Pause the engine: `abort` ends running requests; `in_place` keeps requests and their KV cache.
 
         Send `clear_cache=false`, because the cache is separated by version. Otherwise vLLM 0.32 would compute the KV cache
         of all kept requests again. If vLLM sleeps, its scheduler is paused already, and stays paused until `resume`.
@@ -152,7 +152,8 @@ class VllmApi:
     def set_version(self, version: int, deadline_s: float) -> None:
         """Set the version of later tokens; see `EngineApi.set_version`.
 
-        If the main loop is blocked, do nothing: `windlass_quiesce` returns the version to the EngineCore.
+        Do nothing if the main loop is blocked (`windlass_quiesce` then returns the version to the EngineCore), or if
+        only the trainer can call the server.
         """
         if self._is_blocking or (self._server is None and not self._rests):
             return
