@@ -155,7 +155,7 @@ class ParallelSizes:
         The axis `dp_shard` is always included. The mesh has `world_size` ranks.
 
         Raises:
-            ConfigError: the product of the sizes does not divide `world_size`.
+            ConfigError: dp_replicate * cp * tp does not divide `world_size`.
         """
         others = self.dp_replicate * self.cp * self.tp
         if world_size % others:

@@ -416,8 +416,8 @@ class Job:
                     # The recipe may still use the engines, which serve the last version.
                     await self._call_ended(self._summary(rollouts))
             finally:
-                # Close the rollout controller after the workers have ended. A worker that ends returns its tasks to
-                # the rollout controller, and would try this until a deadline if the rollout controller were closed.
+                # Only pause the rollout controller here, and close it after the workers have ended. An ending worker
+                # returns its tasks, and would try this until a deadline if the rollout controller were closed.
                 controller.rollouts.pause()
                 names = [status.name for status in self._scheduler.list()]
                 workers = {_worker_name(number) for number in range(config.rollout.num_workers)}
@@ -806,7 +806,7 @@ class Job:
     def _journalled_version(self) -> int:
         """Return the newest version in the journal of rollouts; -1 if the journal contained no groups at the start.
 
-        The first version that the job publishes must be greater.
+        The first version that the job publishes must be greater than this version.
         """
         rollouts = self.controller.rollouts
         return rollouts.stats().version if rollouts.recovered.groups else -1
@@ -990,7 +990,7 @@ class Job:
             await self._evaluate()
 
     def _seeds_of(self, samples: Sequence[TrainingSample]) -> dict[str, int | None]:
-        """Return rollout id -> seed, for all rollouts in the groups of these samples that are still open."""
+        """Return rollout id -> seed, for all rollouts of the open groups to which these samples belong."""
         found = [self._open.get(group_id) for group_id in {each.group_id for each in samples}]
         groups = [group[1].future.result() for group in found if group is not None]
         return {each.task_id: each.sampling_seed for group in groups for each in group.rollouts}

@@ -127,7 +127,7 @@ def _find(tokens: torch.Tensor, wanted: Sequence[int]) -> list[tuple[int, int]]:
 def _distance(
     logits: torch.Tensor, sample: TrainingSample, sampling: SamplingParams
 ) -> torch.Tensor:
-    """Return the absolute difference of each trained token's log-probability in the trainer and in the sample.
+    """Return the absolute difference between the trainer's and the sample's log-probability, for each trained token.
 
     vLLM applies `top_p` to the `top_k` tokens, SGLang to all tokens. The sample does not tell which of the two engines
     generated it, so return the smaller of both differences, and at most `_MAX_DISTANCE`.

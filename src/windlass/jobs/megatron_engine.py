@@ -330,8 +330,8 @@ class MegatronEngine(TrainEngine):
         """Create torch's Adam states, and give every parameter its own step counter with the value `_num_steps`.
 
         Do nothing if Megatron uses another optimizer than torch's Adam. `load` calls this before it loads, because
-        Megatron's distributed optimizer (0.16.1) can only load into existing states. `load` calls this again afterwards:
-        all parameters then share one counter tensor, and each optimizer step would increase it once per parameter.
+        Megatron's distributed optimizer (0.16.1) can only load into existing states. After loading, all parameters share
+        one counter tensor, which each step would increase once per parameter. So `load` then calls this again.
         """
         if not USING_PYTORCH_OPTIMIZER or self._options.optimizer != "adam":
             return

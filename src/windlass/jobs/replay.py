@@ -127,7 +127,7 @@ async def replay(
             min_new_tokens=min(sampling.min_new_tokens, last - first),
             temperature=sampling.temperature if is_seeded else 0.0,
             sampling_seed=seed if is_seeded else None,
-            # The recorded tokens contain the end of the answer, and the number of tokens is given.
+            # A request for one recorded token must return a token even where the recorded answer ends.
             ignore_eos=sampling.ignore_eos or not is_exact,
             stop=sampling.stop if is_exact else (),
             stop_token_ids=sampling.stop_token_ids if is_exact else (),

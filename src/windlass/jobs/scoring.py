@@ -260,7 +260,8 @@ class Scoring:
     async def _usable(self, group: RolloutGroup) -> RolloutGroup | None:
         """Return the group if the recipe's `accepts_group` and `accepts` accept it and all its rollouts; else None.
 
-        If only some rollouts are not accepted, replace them; the group is scored again when it is complete.
+        If `accepts_group` refuses the group, `_scored` declines the group later. If `accepts` refuses rollouts, replace
+        them; the group is scored again when it is complete.
         """
         if not has_filters(self._recipe):
             return group

@@ -286,7 +286,7 @@ class TrainController:
     ) -> StepResult:
         """Run one optimiser step on all ranks. Group i goes to data-parallel rank i modulo `data_parallel_size`.
 
-        If the ranks have not fetched the large tensors of these groups yet, call `take_tensors` first.
+        This method calls `take_tensors` first if the caller has not called it with these groups.
 
         Args:
             step: number of the step, for `TrainEngine.train_step` of each rank.

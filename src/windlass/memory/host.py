@@ -226,7 +226,7 @@ class _HostPack:
 
 
 def least_half(program: LinkProgram) -> int:
-    """Return the bytes of packing memory that one turn of a link needs at least: its largest row of blocks."""
+    """Return the minimum size in bytes of the packing memory for one turn. The largest row of blocks must fit into it."""
     rows_of_blocks = (
         min(op.nbytes, _row_of_blocks(op))
         for op in program.ops

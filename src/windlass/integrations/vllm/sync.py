@@ -276,7 +276,7 @@ class _Fleet:
         controller.coordinator.rounds.on_phase(self._on_phase)
 
     def _on_phase(self, version: int, phase: Phase) -> None:
-        """Start `_hold` for each server that the round updates, if `phase` is the first with blocked main loops.
+        """At the first phase that needs blocked main loops, start `_hold` for each server that the round updates.
 
         Called in the controller's event loop at the start of every phase of a round.
         """

@@ -67,8 +67,8 @@ def longest_prompt(tokenizer: Any) -> int:
     """Return the number of tokens of the longest prompt that `arithmetic` makes."""
     numbers = range(LARGEST + 1)
     longest = max(numbers, key=lambda number: len(render(tokenizer, number, number)))
-    # After the longest first number, try each number as the second: a tokenizer may join digits with the characters
-    # beside them, so the same number may be longer in one place than in the other.
+    # Put the number with the most tokens first, and try each number as the second. A tokenizer may merge digits with
+    # neighbouring characters, so the number of tokens of a number depends on its place.
     return max(len(render(tokenizer, longest, second)) for second in numbers)
 
 

@@ -187,8 +187,8 @@ def _depth_factor(models: Mapping[str, Sequence[torch.nn.Module]]) -> float:
 def _checking_model(config: Path, dtype: str, device: str) -> torch.nn.Module:
     """Build a model that computes like an engine of this dtype.
 
-    On a CPU, its bfloat16 linear layers multiply in float32 and round the product to bfloat16. The result is rounded as in
-    torch's own bfloat16 layers, in a fifth of the time on a CPU without bfloat16 units.
+    On a CPU, the model's bfloat16 linear layers multiply in float32 and round the product to bfloat16. The result is
+    rounded as in torch's own bfloat16 layers, in a fifth of the time on a CPU without bfloat16 units.
     """
     model = build_model(config).to(device, torch_dtype(DType(dtype))).eval()
     if device == "cpu" and dtype == "bfloat16":
@@ -245,8 +245,8 @@ def _kept_distances(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return each sample's distance from the versions that its tokens name, and from the versions before them.
 
-    A distance is the mean |engine's - checker's log-probability| of the sample's tokens. The checker computes the tokens
-    of a version with the keys and values that older versions computed for earlier tokens, like an engine that continues
+    A distance is the mean |engine's - checker's log-probability| of the sample's tokens. For a version's tokens, the
+    checker uses the keys and values that older versions computed for earlier tokens, like an engine that continues
     requests after an update.
 
     Args:

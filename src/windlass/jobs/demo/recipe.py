@@ -229,8 +229,8 @@ class DemoRecipe(Recipe):
     async def _kill_engine(self, name: str) -> None:
         """Kill the process of the last engine, whose name is `name`, and wait for its end. The job starts it again."""
         engine = self._config.engines[-1]
-        # SIGKILL would leave a server running, because the process here is its launcher. On SIGTERM the launcher
-        # kills the server.
+        # For a server, the job's process is only the launcher, so SIGKILL would leave the server running. On SIGTERM
+        # the launcher kills the server.
         is_engine = ENGINES.find(engine.kind).server is None
         await self._scheduler.signal(name, signal.SIGKILL if is_engine else signal.SIGTERM)
         await self._scheduler.wait(name)

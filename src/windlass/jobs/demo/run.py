@@ -83,7 +83,7 @@ def check_output(config: LaunchConfig) -> None:
 def make_directory(config: LaunchConfig) -> None:
     """Create the output folder with an empty folder `versions`, and write the configuration to `job.json`.
 
-    If the folder exists, delete it first; `check_output` accepts only an empty folder or that of an earlier demo.
+    If the folder exists, delete it first: `check_output` accepts only an empty folder or the folder of an earlier demo.
 
     Raises:
         ConfigError: see `check_output`, or the folder cannot be deleted or written.

@@ -139,7 +139,7 @@ class LocalBackend(ClusterBackend):
         return spec.name
 
     async def launch(self, reservation: str, spec: ProcessSpec) -> int:
-        """Start the process in a process group of its own, with its output appended to its log; return its pid."""
+        """Start the process in a new process group, append its output to its log, and return its pid."""
         gpus = self._reserved.get(reservation, ())
         if spec.gpus:
             of_node = gpus or visible_gpus()
@@ -200,7 +200,7 @@ class LocalBackend(ClusterBackend):
             self._temporary.cleanup()
 
     async def mark(self) -> Mapping[str, str]:
-        """Return the environment variable that marks a process for the watchdog to kill; start the watchdog if necessary.
+        """Start the watchdog if needed; return the environment variable by which it finds the processes to kill.
 
         Return no variable if the backend is not watched.
 

@@ -142,7 +142,7 @@ class RayBackend(ClusterBackend):
         return reservation
 
     async def launch(self, reservation: str, spec: ProcessSpec) -> int:
-        """Wait until the launcher on the process's node runs, and let it start the process; return the pid there."""
+        """Wait until the launcher on the process's node runs, and let it start the process; return the pid on that node."""
         launcher = self._launcher_of[spec.name] = self._launchers[reservation][spec.node]
         # This wait needs no deadline: the caller's deadline on `wait_healthy` limits the time in the queue.
         await answer_of(launcher.open.remote(), None)

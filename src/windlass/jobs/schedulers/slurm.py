@@ -219,7 +219,7 @@ class SlurmBackend(ClusterBackend):
         self._script.write_text(f'#!/bin/sh\nexec {program} "$@"\n')
 
     async def reserve(self, spec: ProcessSpec) -> str:
-        """Submit a Slurm job with a new lease, and return its id. The job may still be queued.
+        """Submit a Slurm job with a new lease, and return the job's id. The job may still be queued.
 
         Raises:
             ConfigError: `sbatch` refused the job.
@@ -297,7 +297,7 @@ class SlurmBackend(ClusterBackend):
             raise PeerUnreachable(job.failure)
         self._job_of[spec.name] = reservation
         options = self._config.options_of(spec.name)
-        # `cut` counts from 1.
+        # The command `cut` in `SEE_GPUS` counts fields from 1.
         fields = ",".join(str(gpu + 1) for gpu in spec.gpus)
         sees = ("/bin/sh", "-c", SEE_GPUS, "sh", fields) if spec.gpus else ()
         client = ProcessSpec(

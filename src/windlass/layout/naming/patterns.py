@@ -37,7 +37,7 @@ def as_argument(names: Sequence[str]) -> str:
     """Return the source text of a Python tuple of patterns that match `names`, for a message.
 
     The tuple has at most six patterns. If there are more patterns, the text ends with the number of
-    the missing patterns.
+    the omitted patterns.
     """
     patterns = [of[0] if len(of) == 1 else p for p, of in patterns_of(names).items()]
     rest = len(patterns) - _MOST
@@ -184,7 +184,7 @@ def _prefix_change(
 ) -> Iterator[_Change]:
     """Yield the change of prefix `old` into `new` if it gives every missing tensor a source.
 
-    Yield nothing if the rest of the names is so short that the sources may agree by coincidence.
+    Yield nothing if the names have so few parts after the prefix that the match may be a coincidence.
     """
     before, after = old and f"{old}.", new and f"{new}."
     pairs = {n: before + n.removeprefix(after) for n in missing if n.startswith(after)}
@@ -212,7 +212,7 @@ def _suffix_change(
 ) -> Iterator[_Change]:
     """Yield the change of the last part `old` into `new` if it gives every missing tensor a source.
 
-    Yield nothing if the missing names have only one pattern: the sources may then agree by coincidence.
+    Yield nothing if the missing names have only one pattern, because the match may then be a coincidence.
     """
     before, after = f".{old}", f".{new}"
     pairs = {n: n.removesuffix(after) + before for n in missing if n.endswith(after)}

@@ -103,8 +103,8 @@ def experts(tensor: str, gate: str, up: str, down: str) -> tuple[Rule, ...]:
     Args:
         tensor: prefix of the experts' checkpoint names within a layer.
         gate: last part of the checkpoint name of the gate projection.
-        up: the same of the up projection.
-        down: the same of the down projection.
+        up: the same for the up projection.
+        down: the same for the down projection.
     """
     pair = (f"{tensor}.{{expert}}.{gate}.weight", f"{tensor}.{{expert}}.{up}.weight")
     last = f"{tensor}.{{expert}}.{down}.weight"

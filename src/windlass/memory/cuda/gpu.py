@@ -174,7 +174,7 @@ class WaitThreads:
         return over
 
     def _serve(self, calls: SimpleQueue[tuple[Callable[[], None], Future[float]]]) -> None:
-        """Make the calls in this thread's queue, one after another, for ever; after each, add the queue to the idle ones."""
+        """Make the calls that arrive in this thread's queue, for ever. After each call, the queue counts as idle again."""
         while True:
             wait, over = calls.get()
             began, failure = time.perf_counter(), None
