@@ -156,7 +156,8 @@ class RolloutCallback(Closing):
         Return when all leaders have called this method and the engines serve the version.
 
         Raises:
-            RoundAborted: a call of a leader failed, or tensors are missing. All engines serve the old version.
+            RoundAborted: a call of a leader failed, or the leaders did not send all tensors. All engines serve the old
+                version.
             PeerTimeout: the controller did not answer within the deadline. The engines may serve the new version.
             AuthenticationError: the token is wrong.
             ConfigError: the version is not an integer >= 0. The update has ended, and the engines serve the old version.

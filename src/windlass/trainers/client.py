@@ -198,8 +198,9 @@ class TrainerClient(Closing):
 
         Collective: every trainer rank must call this with the same version.
 
-        Return before a background thread sends the weights. Wait first for the thread of the previous round. The weights
-        must not change until the controller's round has ended, or, with a replica, until all ranks have reported copies.
+        First wait until this rank's previous round has ended. Return before the weights are sent. The weights must not
+        change until the controller's round has ended. With a replica, they must not change until all ranks have reported
+        that they have copied their weights.
 
         Raises:
             ConfigError: `version` is not an integer >= 0, or a `publish` of this rank has not ended.

@@ -265,7 +265,9 @@ def _attempt(
     own: range,
     scattered: frozenset[_Key],
 ) -> tuple[dict[str, list[PlacedShard]], frozenset[_Key]]:
-    """Run the exporter on each digit of the element numbers and on random values, and find the boxes in its output.
+    """Run the exporter on tensors that contain one digit of the element numbers per run, and on random values.
+
+    Find the boxes in the exporter's output.
 
     Args:
         tensors: see `captured_export`.
@@ -349,7 +351,7 @@ def _observed(
     own: range,
     scattered: frozenset[_Key],
 ) -> dict[_Key, _Exported]:
-    """Run the exporter on each digit of the element numbers, and then on random values. Return each exported tensor.
+    """Run the exporter once per digit of the element numbers, and then on random values. Return each exported tensor.
 
     The result says which elements each exported tensor contains, and whether the run on random values confirms it. For
     arguments see `_attempt`.

@@ -85,8 +85,8 @@ def connect_megatron_trainer(
         use_main_params: True to publish the optimizer's fp32 copies, False to publish the bf16 parameters.
         copy_of: function that takes a parameter or buffer of the model, and returns the tensor to publish in its place
             (of the same shape and dtype). Pass it if the model has no memory during `publish`, such as with
-            torch_memory_saver. With `copy_of`, `publish` does not call `make_whole`, so call `make_whole` before you copy
-            the parameters.
+            torch_memory_saver. With `copy_of`, `publish` does not call `make_whole`, so the copies must be made after the
+            parameters were gathered.
         ignore: prefixes of the names of parameters to leave out (`mtp.`).
         group: name of the trainer job.
         replica: see `connect_trainer`.

@@ -67,7 +67,7 @@ def with_advantages(
 
 
 def _of_groups(rewards: torch.Tensor, groups: torch.Tensor, kind: Advantage) -> torch.Tensor:
-    """Return the values of `kind` within groups: advantages, or rewards that REINFORCE++ normalises over all tokens."""
+    """Return the advantages of `kind` within groups. For REINFORCE++, return rewards, which are normalised later."""
     match kind:
         case Advantage.GRPO:
             return group_relative(rewards, groups)

@@ -721,7 +721,7 @@ class RelaySource:
         """Write to the roots of all relay groups. At the same time, the sender writes to all other destinations.
 
         This rank does not write to members below the roots. The outcome for such a member is OK if the link is packed,
-        so that its digest is known. The member itself reports in `Relayed` whether the bytes have arrived.
+        because the digest is then known. The member itself reports in `Relayed` whether the bytes have arrived.
 
         Raises:
             RoundAborted: this rank has no link to one of the destinations.

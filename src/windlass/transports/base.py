@@ -175,7 +175,7 @@ class OneSidedTransport(Protocol):
         ...
 
     def fence(self, *, deadline_s: float) -> None:  # noqa: ARG002
-        """Wait until no write of a peer process that has ended can change memory of this process any more.
+        """Wait until no write of an ended peer process can change memory of this process any more.
 
         Call this while no peer writes. This method may close connections of peers that are alive; they reconnect by
         themselves. If writes over this transport always end with the process that writes, this method does nothing.

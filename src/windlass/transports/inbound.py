@@ -53,10 +53,10 @@ def connections_to(ports: frozenset[int]) -> frozenset[Connection]:
 
 
 def new_mark() -> int:
-    """Return a number of SYN retries that differs from the system's default and marks the sockets of a library.
+    """Return a number of SYN retries that marks the sockets of a library. It differs from the system's default.
 
-    This number is the only socket option that some libraries let the caller set. All sockets that such a
-    library opens or accepts then have this number, and `end_connections` can find them.
+    Some libraries let the caller set this socket option and no other. All sockets that such a library opens or
+    accepts then have this number, and `end_connections` can find them.
     """
     with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as fresh:
         default: int = fresh.getsockopt(socket.IPPROTO_TCP, socket.TCP_SYNCNT)
