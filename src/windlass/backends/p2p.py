@@ -43,7 +43,7 @@ class P2p(Backend):
         return RelayingReceiver(cast("Receiver", receiver), host) if self._relays else receiver
 
     def kept_part(self, held: Binding, trainers: Group, engines: Sequence[Group]) -> Binding | None:
-        """Return the part of `held` with the links to engines that have not changed.
+        """Return the part of the binding `held` with the links to engines that have not changed.
 
         Return None if there were or will be relay groups: a group spans several engines, so all ranks must bind again.
         """

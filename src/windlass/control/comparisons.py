@@ -79,7 +79,7 @@ class Comparisons:
         return self._decided
 
     def of_round(self, version: int, binding: Binding) -> tuple[Replicated | None, int, int]:
-        """Return the replicated boxes, the turn and the period of a round's comparison, for `RoundSpec`; see `due_pieces`.
+        """Return the replicated boxes to compare, and the turn and period that select pieces of them (`due_pieces`).
 
         The boxes are None if the round compares nothing, because the ranks hold no replicated box or the time budget does
         not allow a comparison.

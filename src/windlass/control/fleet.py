@@ -456,7 +456,7 @@ class Fleet:
         return agent
 
     def _note_mesh(self, hello: Hello) -> None:
-        """If the number of trainer ranks has changed, drop all holds of trainer ranks: the earlier ranks have ended."""
+        """If the number of trainer ranks has changed, drop the holds of the earlier ranks, because these have ended."""
         if hello.world_size != self._num_trainers:
             for past in [k for k in self.holds if k[0].rpartition("/")[0] == hello.group]:
                 del self.holds[past]

@@ -100,7 +100,8 @@ class HeldWeights:
     def check_version(self, version: int) -> None:
         """Check that this rank can still send `version`: its weights have not changed, or the replica has a copy of them.
 
-        If the trainer has released an unchanged version, begin this version in the replica again.
+        If the trainer has released the version and has not changed its weights since, let the replica copy the weights
+        again.
 
         The check also covers a version that was published before. The controller requests this version again if no
         engine serves it any more, and the trainer may have changed its weights after the first round.

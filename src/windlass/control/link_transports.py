@@ -32,7 +32,7 @@ class LinkAddresses:
         self.strided: set[Link] = set()
 
     def choose(self, links: Iterable[Link]) -> dict[str, str]:  # noqa: ARG002
-        """Choose a transport for each link, and record it in `choices` and `strided`. This class chooses nothing.
+        """Choose a transport for each link, and record it in `choices` and `strided`. This base class chooses nothing.
 
         Returns:
             Destination -> reason, for destinations that a source cannot reach over any transport.
@@ -102,7 +102,7 @@ class LinkTransports(LinkAddresses):
         bindings: Mapping[str, DestinationBinding],
         sources: Iterable[str],  # noqa: ARG002
     ) -> dict[str, str]:
-        """Return rank -> reason for each engine rank that has bound an endpoint that it did not offer itself."""
+        """Return rank -> reason for each engine rank that has bound an endpoint outside of its own offers."""
         return {
             worker: f"{worker}: must bind only memory of endpoints that it offered itself"
             for worker, binding in bindings.items()

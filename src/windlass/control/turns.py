@@ -23,7 +23,7 @@ async def sleep_engines(
     Wait for the end of a running round first.
 
     Args:
-        run: numbers of rounds, and the fleet.
+        run: the controller's run, which has the fleet and numbers the rounds.
         members: connections of the agents.
         lock: lock that every round holds.
         mode: treatment of running requests; they lose their KV cache.

@@ -230,7 +230,7 @@ class ElementIds:
         return found
 
     def is_consistent(self) -> bool:
-        """Return whether a pattern is known for each group that has checkpoint elements.
+        """Return whether the sampled rows show a pattern for each group of rows that has checkpoint elements.
 
         A sampled row shows the pattern of its group if the first place of the row has a checkpoint element.
         """
@@ -239,7 +239,7 @@ class ElementIds:
         return self.by_place or bool((filled == sampled).all())
 
     def _patterns(self) -> torch.Tensor:
-        """Return the pattern of each group, (groups, width).
+        """Return the pattern of each group of rows, (groups, width).
 
         A pattern has, for each place of a row, the element number minus the element number of the row's first place. It
         has `_NOTHING` for a place without an element.
@@ -251,7 +251,10 @@ class ElementIds:
         return torch.where((rows >= 0) & (rows[:, :1] >= 0), rows - rows[:, :1], _NOTHING)
 
     def chunks(self) -> Iterator[tuple[int, torch.Tensor]]:
-        """Yield (first place, element numbers) for successive chunks of the tensor; padding has negative numbers."""
+        """Yield (index of the first place, element numbers) for successive chunks of the tensor.
+
+        Padding has negative numbers.
+        """
         groups, rows, width = self._shape
         patterns = self._patterns()
         size = chunk_on(self._heads.device)
