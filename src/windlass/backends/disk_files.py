@@ -271,7 +271,7 @@ def read_boxes(
     addresses: Sequence[int],
     memory: MemoryOps,
 ) -> list[str]:
-    """Copy the boxes of an engine rank from files into its memory, and wait until the copies have ended.
+    """Copy the boxes of an engine rank from files into the rank's memory, and wait until the copies have ended.
 
     A box that several files contain is read from one of these files.
 

@@ -119,7 +119,7 @@ class PushOrder:
         return self._failure
 
     def fail(self, reason: str) -> None:
-        """Fail all waiting and later calls, and wake the waiting ones. If this is called again, the first `reason` stays."""
+        """Fail all waiting and all later calls, and wake the waiting calls. A repeated call keeps the first `reason`."""
         self._failure = self._failure or reason
         for turn in self._waiting.values():
             if not turn.done():
@@ -188,8 +188,8 @@ class PushDelivery(Delivery):
     def survives_failure(self, phase: Phase) -> bool:
         """Return whether the round continues for the other engines after a failure of one engine in `phase`.
 
-        Return False for PREPARE and VERIFY: all engines must take part in the same broadcasts. A command that fails in
-        WRITE raises in the leader's call, which marks the update as failed.
+        Return False for PREPARE and VERIFY: all engines must take part in the same broadcasts. In WRITE, the leader's
+        call reports the failure and marks the update as failed.
         """
         return phase not in {Phase.PREPARE, Phase.VERIFY}
 
@@ -273,9 +273,9 @@ class _Push:
         return self._order.over
 
     def turn(self, leader: str, number: int) -> AbstractAsyncContextManager[None]:
-        """Return an async context manager for call `number` of a leader. It waits for the call's turn when it is entered.
+        """Return an async context manager that waits for the turn of call `number` of a leader.
 
-        It does not wait if the leaders declared no order.
+        If the leaders declared no order, the context manager does not wait.
 
         Raises:
             RoundAborted: the leader has not joined the round. Entering the context manager raises the errors of
@@ -294,7 +294,7 @@ class _Push:
             self._order.fail(self.failure)
 
     async def call(self, command: PushCommand, deadline_s: float) -> None:
-        """Send a command to every engine rank of the round, and wait until all have carried it out.
+        """Send a command to every engine rank of the round, and wait until all ranks have carried out the command.
 
         Raises:
             RoundAborted: a rank failed or did not answer within `deadline_s`, or an earlier call failed.
@@ -473,7 +473,7 @@ class PushUpdates:
     async def _end(self, push: _Push, version: int, deadline_s: float) -> None:
         """Wait for earlier commands.
 
-        Then let the round verify and publish the version, or give it up if the update failed.
+        Then let the round verify and publish the version. If the update failed, give the round up instead.
         """
         async with self._lock:
             if reason := push.failure or self._coordinator.run.refusal(version):

@@ -191,7 +191,7 @@ class RelayDelivery(Delivery):
         ]
 
     def answered(self, worker: str, command: Command, result: Result) -> Findings | None:
-        """Record from a member's answer `Relayed` that its `Relay` has ended, and which links it has left incomplete.
+        """Record from a member's answer `Relayed` that the member's `Relay` has ended, and which links are incomplete.
 
         Return the measures, the links that the member has written to other members, the ranks that late bytes may still
         reach, and the commands that tell other members not to wait for this member any more. Return None for any other

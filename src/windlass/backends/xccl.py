@@ -167,7 +167,10 @@ class CollectiveSender:
     def connect(
         self, plan: TransferPlan, bindings: Sequence[DestinationBinding]
     ) -> GroupOffer | None:
-        """Bind a plan part; see `SenderBackend.connect`. Return None for a rank that sends nothing."""
+        """Bind a plan part, and return the offer of a broadcast group for its links; see `SenderBackend.connect`.
+
+        Return None if this rank sends nothing.
+        """
         self.close()
         self._source.bind(plan, bindings)
         programs = self._source.programs
@@ -204,7 +207,7 @@ class CollectiveSender:
         return None
 
     def join(self, offers: Sequence[GroupOffer], deadline_s: float) -> None:
-        """Join the group that `connect` offered. Collective over its members.
+        """Join the group that `connect` offered. Collective: all members of the group join at the same time.
 
         Raises:
             ProtocolError: `offers` does not contain exactly this group.
@@ -395,7 +398,7 @@ class CollectiveReceiver:
     def receive(self, groups: Mapping[str, Sequence[str]], deadline_s: float) -> None:
         """Receive the broadcasts of all sources, and copy this rank's boxes out of them.
 
-        If the broadcasts of one source fail, still receive those of the other sources.
+        If the broadcasts of one source fail, still receive the broadcasts of the other sources.
 
         Args:
             groups: source -> destinations that take part in the source's broadcasts.

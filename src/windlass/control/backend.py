@@ -123,7 +123,7 @@ class Backend:
     def addresses(self, sessions: Mapping[str, AgentSession]) -> LinkAddresses:
         """Return the object that chooses how sources reach destinations in a new binding.
 
-        By default, it chooses a transport for each link.
+        By default, this object chooses a transport for each link.
 
         `sessions` has the session of each connected rank.
         """

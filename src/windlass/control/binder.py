@@ -302,7 +302,7 @@ class FleetBinder:
         """Return a command for each trainer rank that gets or loses links; other trainer ranks get no command.
 
         Args:
-            kept: part of the present binding that stays. The links in `kept.ended` must end.
+            kept: part of the present binding that stays bound. The links in `kept.ended` must end.
             links: new links.
             parts: trainer rank -> part of the plan for its new links.
         """
@@ -415,7 +415,9 @@ class FleetBinder:
     async def _bind_sources(
         self, commands: Mapping[str, ConnectTrainer | ChangeLinks], binding: Binding
     ) -> list[GroupOffer]:
-        """Send the sources their commands; return the collective groups that they offer (none for one-sided writes).
+        """Send the sources their commands.
+
+        Return the collective groups that the sources offer (none for one-sided writes).
 
         Raises:
             EnginesUnbound: a source cannot write to some engines.

@@ -139,8 +139,8 @@ class Binding:
     def joined(self, new: Binding) -> Binding:
         """Return this binding together with `new`, the binding of further engines by the same trainers.
 
-        `ended` is empty, because the trainers dropped the ended links when they bound `new`. `unused` and `costs` are
-        those of `new`.
+        `ended` is empty, because the trainers dropped the ended links when they bound `new`. `unused` and `costs` come
+        from `new`.
         """
         return replace(
             self,

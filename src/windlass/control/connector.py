@@ -103,8 +103,8 @@ class Connector:
     async def bind_ahead(self) -> None:
         """Bind the fleet now if its ranks have changed, so that the next round need not do this; see `ensure_bound`.
 
-        Do nothing if not all trainer ranks are connected, or if no engine is writable. If the binding fails, only log the
-        error: the next round binds again. If the reason is the plan or the configuration, also store it in
+        Do nothing if not all trainer ranks are connected, or if no engine is writable. If the binding fails, only log
+        the error: the next round binds again. If the reason is the plan or the configuration, also store the error in
         `Members.unbindable`, so that callers of `wait_for_version` fail.
         """
         trainers = self._fleet.trainers()

@@ -166,7 +166,7 @@ class Coordinator:
             self._missing.name_later()
 
     def _gave_up(self, session: AgentSession, frame: Withdraw) -> None:
-        """Drop the announcement of a trainer rank that no longer waits for the report, unless its update has begun.
+        """Drop the announcement of a trainer rank that no longer waits for the report, unless the update has begun.
 
         After dropping the announcement, send the rank a report with outcome FAILED. The report names the ranks that
         have not announced.
@@ -239,9 +239,9 @@ class Coordinator:
     ) -> UpdateReport:
         """Try to publish a version, repeat failed attempts in two cases, and return the report of the last attempt.
 
-        - All engine processes ended during the attempt: wait for engines and repeat it, at most
+        - All engine processes ended during the attempt: wait for engines and repeat the attempt, at most
           `MAX_ATTEMPTS_WITHOUT_ENGINES` times.
-        - The backend cannot use the binding any more (`Backend.is_spent`): bind again and repeat it, at most
+        - The backend cannot use the binding any more (`Backend.is_spent`): bind again and repeat the attempt, at most
           `ControlConfig.max_rewrites` times.
 
         Trainers keep their weights unchanged during all attempts. For arguments see `_publish`.

@@ -141,11 +141,11 @@ class Delivery:
         """
 
     def link_failed(self, link: Link) -> tuple[Order, ...]:  # noqa: ARG002
-        """Record that a source could not write a link; return commands that must be sent because of it."""
+        """Record that a source could not write a link. Return the commands that ranks must get for this reason."""
         return ()
 
     def left(self, worker: str, *, lost: bool) -> tuple[Order, ...]:  # noqa: ARG002
-        """Record that an engine rank has left the round; return commands that must be sent because of it.
+        """Record that an engine rank has left the round. Return the commands that other ranks must get for this reason.
 
         `lost`: whether the rank has lost its connection.
         """

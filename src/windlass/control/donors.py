@@ -55,7 +55,7 @@ def _is_exact(plan: TransferPlan, trainers: Sequence[ShardManifest]) -> bool:
 
     Args:
         plan: plan from the donor's ranks to the newcomer's.
-        trainers: manifests of the trainer ranks. If they are empty, no cast is exact.
+        trainers: manifests of the trainer ranks. If there are none, no cast counts as exact.
     """
     casts = np.flatnonzero(plan.ops.src_dtype != plan.ops.dst_dtype)
     if not len(casts):

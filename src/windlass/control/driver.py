@@ -127,8 +127,8 @@ class RoundDriver:
     def _next(self, step: Callable[[], list[Instruction]]) -> list[Instruction]:
         """Run `step`, a call of the state machine, and return its instructions.
 
-        An exception of the machine is a bug. Then log it, and return the instructions that end the round as failed:
-        trainers wait for the report, and the fleet must record which engines were written.
+        An exception of the machine is a bug. Log the exception, and return the instructions that end the round as
+        failed: trainers wait for the report, and the fleet must record which engines were written.
         """
         try:
             return step()

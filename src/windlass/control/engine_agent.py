@@ -319,7 +319,7 @@ class EngineAgent:
             )
 
     def on_disconnect(self) -> None:
-        """Resume the engine after the connection to the controller was lost, unless its weights are mixed.
+        """Resume the engine after the connection to the controller was lost, unless the engine's weights are mixed.
 
         Raises:
             PeerUnreachable: the engine did not resume. The caller must call this again later.

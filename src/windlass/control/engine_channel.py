@@ -112,7 +112,10 @@ class EngineChannel(AgentChannel):
         )
 
     def on_lost(self) -> None:
-        """Wait for the running command, and resume the engine. Store why it did not resume, for the next `Hello`."""
+        """Wait for the running command, and resume the engine.
+
+        If the engine does not resume, store the reason for the next `Hello`.
+        """
         # Wait for the running command. The channel refuses commands of this connection that have not begun.
         with self._executing:
             try:

@@ -392,7 +392,7 @@ class Fleet:
     def _check_job(self, hello: Hello) -> None:
         """Check that a trainer rank belongs to the same job as the connected trainer ranks.
 
-        Otherwise their weights might come from different starts of the trainers.
+        Ranks of different jobs might have weights from different starts of the trainers.
 
         Raises:
             ProtocolError: the job of the rank was replaced.

@@ -90,7 +90,7 @@ def check_same_ranks(announced: Collection[PendingPublish], binding: Binding) ->
 async def until_connected(
     fleet: Fleet, changes: Changes, version: int, deadline_s: float
 ) -> tuple[PendingPublish, ...]:
-    """Wait until all trainer ranks are connected; return one request for `version` for each of them.
+    """Wait until all trainer ranks are connected; return one request for `version` per rank.
 
     Raises:
         PeerTimeout: a rank is not connected after `deadline_s`; the message names the missing ranks.
@@ -164,7 +164,7 @@ class PublishRequests:
             self._waiting.discard(worker)
 
     def give_up(self, worker: str, attempt: int) -> PendingPublish | None:
-        """Drop the request of a rank that sent `Withdraw`, because its caller no longer waits for the report.
+        """Drop the request of a rank that sent `Withdraw`, because the trainer no longer waits for the report.
 
         Args:
             worker: name of the rank.
@@ -200,7 +200,8 @@ class PublishRequests:
     def answer(self, pending: PendingPublish, report: UpdateReport) -> UpdateReport:
         """Return a copy of `report` for the rank that requested the update, and keep the copy for a repeated request.
 
-        The copy has the version and the attempt number of `pending`. It is not kept if the rank has made a newer request.
+        The copy has the version and the attempt number of `pending`. The copy is not kept if the rank has made a newer
+        request.
         """
         answer = msgspec.structs.replace(report, version=pending.version, attempt=pending.attempt)
         known = self._newest.get(pending.trainer[0])

@@ -374,8 +374,8 @@ class ResumeRetries:
     def on_reply(self, agent: Agent, reply: Reply[Result]) -> bool:
         """Store whether an engine rank generates (`Agent.not_resumed`), as its reply says, and update its engine's state.
 
-        If the rank does not generate, start a task that repeats the command to resume. If it generates, or sleeps until
-        the next round, cancel that task.
+        If the rank does not generate, start a task that repeats the command to resume. If the rank generates, or sleeps
+        until the next round, cancel that task.
 
         Every `Done` reports this (`Done.not_resumed`), with two exceptions: the answer to a probe, and a stored answer
         that the rank repeats after it has connected again.

@@ -303,7 +303,7 @@ async def report_of(
 ) -> UpdateReport:
     """Await a round and return its report; after an exception, return a report with outcome FAILED.
 
-    So trainers always get a report, and need not wait until their deadline.
+    This gives trainers a report in any case, so that they need not wait until their deadline.
 
     Args:
         version: function that returns the version, called after an exception. It is a function because the controller

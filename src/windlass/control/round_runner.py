@@ -67,7 +67,7 @@ class RoundRunner:
     def spec_of(
         self, version: int, lineage: str, binding: Binding, *, is_new: bool = False
     ) -> RoundSpec:
-        """Return the specification of a round in which the sources of a binding write a version into its engines.
+        """Return the specification of a round in which a binding's sources write a version into the binding's engines.
 
         Args:
             version: the version.

@@ -300,9 +300,9 @@ class RoundMachine:
     def abandon(self, reason: str) -> list[Instruction]:
         """End the round after an exception of `start` or `handle`; return the last instructions.
 
-        The contents of the engines are then unknown. Each engine that is still part of the round is treated as one with
-        mixed weights: it stays paused until a later round has written a version to it. Sources that have not answered a
-        write are `unsettled`, as in every round.
+        The contents of the engines are then unknown. Treat the weights of each engine that is still part of the round
+        as mixed: the engine stays paused until a later round has written a version to it. Sources that have not
+        answered a write are `unsettled`, as in every round.
         """
         self._is_broken = True
         kept = (Abort, *self._delivery.notices)
@@ -558,8 +558,8 @@ class RoundMachine:
         Args:
             name: the engine.
             reason: reason for the report.
-            unknown: whether bytes may still arrive in the engine's memory, so that it is quarantined.
-            lost: rank that has lost its connection, to which no `Abort` is sent; empty for none.
+            unknown: whether bytes may still arrive in the engine's memory. The engine is then quarantined.
+            lost: rank that has lost its connection and therefore gets no `Abort`; empty for none.
         """
         engine = self.engines[name]
         if engine.outcome is not EngineOutcome.ACTIVE:

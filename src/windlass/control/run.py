@@ -56,7 +56,7 @@ class Run:
         return self.round_id
 
     def refusal(self, version: int) -> str:
-        """Return the reason why a version must not be published; empty if it may be."""
+        """Return the reason why a version must not be published; empty if it may be published."""
         newest = max(self.fleet.published, self.reserved)
         if version <= newest:
             return f"stale version: it must be > {newest}, which was or may have been published"
@@ -96,8 +96,8 @@ class Run:
         """Update epoch and published version from the Hello of an admitted agent.
 
         If an agent of this run serves a newer version, up to `reserved`, record that this version is published. A
-        controller without a journal file also accepts versions of another run, but only before it has bound a plan, and
-        only from trainers: an engine may have served an unrelated run.
+        controller without a journal file also accepts versions of another run, but only before the controller has bound
+        a plan, and only from trainers: an engine may have served an unrelated run.
         """
         # An agent refuses epochs below the highest that it has received from any controller.
         epoch = max(self.round_id.epoch, hello.epoch)

@@ -25,7 +25,7 @@ def unchanged_reason(version: int) -> str:
 
 
 def is_unchanged(sent: Sequence[Mapping[Link, str]], before: Mapping[Link, str]) -> bool:
-    """Return whether a version sends engines exactly the bytes that they already serve.
+    """Return whether a version sends engines exactly the bytes that these engines already serve.
 
     Compare only engines whose links all have a digest in `before`. If there is no such engine, return False.
 

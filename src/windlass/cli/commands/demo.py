@@ -132,7 +132,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Run the demo and return its exit status; 1 if it found a problem. Raise ConfigError for wrong options."""
+    """Run the demo and return its exit status: 1 if the demo found a problem. Raise ConfigError for wrong options."""
     configure_logging("controller")
     if args.json is not None and not args.json.absolute().parent.is_dir():
         raise ConfigError(f"demo: --json must be a file in a folder that exists, got {args.json}")
@@ -300,7 +300,7 @@ def _checked_context(args: argparse.Namespace) -> int:
 
 
 def _positions(file: Path) -> int:
-    """Return the number of tokens in a model's context, from its config.json; `sys.maxsize` if the file does not say it.
+    """Return the number of tokens in a model's context, from its config.json; `sys.maxsize` if the file lacks it.
 
     Raises:
         ConfigError: the file is not JSON, or the number is no integer.
@@ -318,7 +318,7 @@ def _positions(file: Path) -> int:
 def _with_context(arguments: tuple[str, ...], kind: str, context: int) -> tuple[str, ...]:
     """Return an engine's arguments with a context of `context` tokens.
 
-    Return them unchanged if `context` is 0, or if they do not set the size of the context.
+    Return the arguments unchanged if `context` is 0, or if the arguments do not set the size of the context.
     """
     option = ENGINES.find(kind).context_option
     if not context or option not in arguments:
