@@ -812,7 +812,7 @@ class RolloutController:
 def _token_ids(prompt_ids: Any) -> tuple[int, ...]:
     """Return token ids as Python integers; raise `ConfigError` for ids that a worker could not decode.
 
-    A worker that cannot decode a task does not report the task as received, so the controller would resend the task for ever.
+    A worker that cannot decode a task does not report it as received, so the controller would resend the task for ever.
     """
     try:
         tokens = tuple([int(operator.index(each)) for each in prompt_ids])

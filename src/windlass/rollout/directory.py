@@ -76,7 +76,8 @@ def prefixes_of(prompt_ids: Sequence[int]) -> list[int]:
     Equal beginnings have equal hashes. Tokens after `MAX_BLOCKS` blocks are not considered.
     """
     if len(prompt_ids) < BLOCK_TOKENS:
-        # A fast path for the most frequent case; no longer prompt has a hash of fewer tokens than one block.
+        # A fast path for the most frequent case. Each hash of a longer prompt covers at least one block, so none must equal
+        # this hash.
         return [hash(prompt_ids)]
     hashes: list[int] = []
     newest = 0

@@ -165,7 +165,7 @@ async def write_tensors(
 
 
 async def _written(write: WriteWith, held: HeldTensor, command: WriteTensors) -> TensorsWritten:
-    """Let the holder of `held` write; if its process has ended, return all keys as missing; after a timeout, an error."""
+    """Let the holder of `held` write. Return all keys as missing if the holder's process has ended; an error after a timeout."""
     try:
         return await write(held, command)
     except PeerUnreachable as error:
@@ -202,7 +202,7 @@ class RankTensors(Closing):
     ) -> tuple[TrainingBatch, tuple[str, ...]]:
         """Return the batch with the elements of all its tensors, and the keys of lost tensors.
 
-        A tensor whose elements do not have its digest is lost, too.
+        A tensor also counts as lost if the elements that arrived do not match its digest.
 
         Args:
             batch: shard of this rank.
@@ -234,7 +234,7 @@ class RankTensors(Closing):
             keep_mapped(arena)
             raise TransferFailed(f"tensors of step {batch.step}: {answer.error}")
         if answer.missing:
-            # All writes that were sent have ended.
+            # All writes have ended, so a later batch may use this memory.
             self._arenas.append((arena, _nothing))
             return batch, answer.missing
         owner: Any = arena.bytes[:]
@@ -309,7 +309,7 @@ def _nothing() -> None:
 
 
 def _with_elements(sample: TrainingSample, views: Mapping[str, memoryview]) -> TrainingSample:
-    """Return a sample whose held tensors have their elements."""
+    """Return the sample with the elements of its held tensors, which `views` has by key."""
     if not held_of(sample.tensors):
         return sample
     tensors: dict[str, SampleTensor] = {}

@@ -245,7 +245,7 @@ class AttemptProgress:
                 raise self._refused(code if isinstance(code, int) else 500, event.error.message)
             if reason is not None and (reason.status_code or 0) >= 400:
                 raise self._refused(reason.status_code or 0, reason.message)
-            # Tokens of the event that earlier events had already.
+            # Some engines repeat the tokens of earlier events in each event. Skip these tokens.
             known = len(ids) if meta.completion_tokens <= len(event.output_ids) else 0
             new = msgspec.structs.replace(
                 event,
@@ -272,7 +272,7 @@ class AttemptProgress:
         return self.failure(f"HTTP {status}: {text}", kind)
 
     def _see(self, answer: GenerateAnswer) -> None:
-        """Keep the tokens of an answer, or of a part of one, for the caller who watches.
+        """Store the tokens of a whole or partial answer, so that `_show` can pass them to the watching caller.
 
         Raises:
             AttemptError: the engine left out the most probable tokens.
@@ -292,7 +292,7 @@ class AttemptProgress:
             self._seen.append(GeneratedToken(entry.token_id, entry.logprob, found))
 
     def _show(self, num_tokens: int) -> None:
-        """Pass the first `num_tokens` tokens to the caller who watches, without tokens that the caller has."""
+        """Pass the first `num_tokens` tokens to the watching caller, except tokens that the caller already has."""
         if self._watch is None or num_tokens <= self._num_shown:
             return
         new = self._seen[self._num_shown : num_tokens]
@@ -387,7 +387,7 @@ class AttemptProgress:
 
 
 async def _events(content: aiohttp.StreamReader) -> AsyncIterator[bytes]:
-    """Yield the data of server-sent events, except of the last one, `[DONE]`."""
+    """Yield the data of each server-sent event except the last event, `[DONE]`."""
     rest = b""
     async for chunk in content.iter_any():
         *lines, rest = (rest + chunk).split(b"\n")
@@ -397,10 +397,10 @@ async def _events(content: aiohttp.StreamReader) -> AsyncIterator[bytes]:
 
 
 def _num_kept(num_tokens: int, sampling: SamplingParams) -> int:
-    """Return how many of the first tokens of an unfinished answer the next request need not generate again.
+    """Return how many tokens of an unfinished answer are kept. The next request continues after these tokens.
 
-    An engine applies a structure (such as a JSON schema) and some penalties to the output of one request, so an answer
-    with them starts again without tokens. An engine also finds a stop text only in the output of one request. A stop text may
+    An engine applies a structure (such as a JSON schema) and some penalties to the output of one request. If sampling has
+    such settings, no token is kept. An engine also finds a stop text only in the output of one request. A stop text may
     begin in the last tokens of the answer, so the next request generates these tokens again.
     """
     if sampling.needs_whole_answer:

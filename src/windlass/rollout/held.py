@@ -186,7 +186,8 @@ class TensorStore(Closing):
         """Write tensors into the memory of a trainer rank. Blocks until the last byte has arrived.
 
         Returns:
-            Keys of tensors that this process does not hold; then nothing is written. Or the text of the error of the write.
+            Keys of tensors that this process does not hold, or the error text of a failed write. If a key is unknown, nothing
+            is written.
         """
         places = zip(command.keys, command.offsets, strict=True)
         found = [(self._held.get(key), at) for key, at in places]
@@ -304,7 +305,7 @@ class References:
             weakref.finalize(held, _call_in, loop, self._gone, known).atexit = False
 
     def _gone(self, held: HeldTensor) -> None:
-        """Count one object of a tensor less; after the last object, call `release`."""
+        """Record that one object of a tensor has been freed. After the last object, call `release`."""
         self._counts[held.key] -= 1
         if self._counts[held.key] <= 0:
             del self._counts[held.key]

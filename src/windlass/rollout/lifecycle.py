@@ -330,7 +330,8 @@ class Lifecycle:
     def end_attempt(self, record: Record, outcome: RolloutOutcome) -> None:
         """Accept, discard or reject the answer of a running attempt, or retry the rollout, as the outcome demands."""
         if outcome.prompt_ids:
-            # Another attempt continues with the same tokens: a chat template may contain the time.
+            # Later attempts must use the same prompt tokens. A chat template may contain the time, so a worker that applies
+            # it again may get other tokens.
             record.prompt_ids = outcome.prompt_ids
         match outcome.status:
             case OutcomeStatus.ACCEPTED:
@@ -428,7 +429,7 @@ class Lifecycle:
         self._work_changed()
 
     def lose_tensors(self, worker: str, living: str, reason: str) -> None:
-        """Generate finished answers again whose tensors were in the memory of a worker process that has ended.
+        """Discard finished answers with tensors in the memory of a worker process that has ended, and retry their rollouts.
 
         Args:
             worker: name of the worker.
@@ -523,8 +524,8 @@ class Lifecycle:
     def _resubmit(self, record: Record) -> None:
         """Discard the answer and move the rollout to the front of the WAITING queue.
 
-        Its group is no longer ready, the staleness policy no longer counts it as running, its own deadline stops, and the
-        journal gets an entry. The controller then assigns waiting rollouts.
+        The group is then no longer ready, the staleness policy no longer counts the rollout as running, and the rollout's own
+        deadline stops. Record this in the journal. The controller then assigns waiting rollouts.
         """
         self.table.ready.pop(record.group.group_id, None)
         if record.admitted:
@@ -553,7 +554,7 @@ class Lifecycle:
         self._warn_of_waste()
 
     def _drop(self, record: Record) -> None:
-        """End a rollout that is too old and all rollouts of its group; the group's handle raises `RolloutError`.
+        """End the whole group of a rollout that is too old; the group's handle raises `RolloutError`.
 
         An incomplete group that can lose a rollout continues without it.
         """
@@ -677,7 +678,7 @@ class Lifecycle:
         return rollouts
 
     def _delivered(self, task_ids: Sequence[str]) -> None:
-        """Record a delivery in the journal. Remember its ids, so that the caller may decline the result for a while."""
+        """Record a delivery in the journal. Keep its ids for a while, so that the caller may decline the result."""
         self.journal.delivered(task_ids)
         self._handed_out[task_ids[0]] = tuple(task_ids)
         if len(self._handed_out) > DECLINABLE:
@@ -750,8 +751,8 @@ class Lifecycle:
     def _end_all(self, records: Sequence[Record]) -> None:
         """End these records of a group, and stop their attempts.
 
-        One entry of the journal contains all of them, so that a group which was cancelled is never continued with a part
-        of its rollouts.
+        Write one journal entry for all of them. Otherwise a crash between two entries could leave a part of a cancelled
+        group in the journal, and the next process would continue this part.
         """
         for record in records:
             self._give_up(record)

@@ -536,7 +536,7 @@ async def _stream(
 
 
 def _last_event(job: asyncio.Future[Reply], *, has_begun: bool) -> bytes:
-    """Return an event with the error of `job`; `END` if it succeeded. Before the stream has begun, raise the error instead."""
+    """Return an event with the error of `job`; `END` if there is none. If the stream has not begun, raise the error."""
     try:
         job.result()
     except (ApiError, ConfigError) as error:
