@@ -165,7 +165,10 @@ async def write_tensors(
 
 
 async def _written(write: WriteWith, held: HeldTensor, command: WriteTensors) -> TensorsWritten:
-    """Let the holder of `held` write. Return all keys as missing if the holder's process has ended; an error after a timeout."""
+    """Let the holder of `held` write. If the holder's process has ended, return all keys as missing.
+
+    After a timeout, return an error.
+    """
     try:
         return await write(held, command)
     except PeerUnreachable as error:

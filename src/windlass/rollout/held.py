@@ -186,8 +186,8 @@ class TensorStore(Closing):
         """Write tensors into the memory of a trainer rank. Blocks until the last byte has arrived.
 
         Returns:
-            Keys of tensors that this process does not hold, or the error text of a failed write. If a key is unknown, nothing
-            is written.
+            Keys of tensors that this process does not hold, or the error text of a failed write. If a tensor is missing, no
+            tensor is written.
         """
         places = zip(command.keys, command.offsets, strict=True)
         found = [(self._held.get(key), at) for key, at in places]

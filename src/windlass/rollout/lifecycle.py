@@ -524,8 +524,8 @@ class Lifecycle:
     def _resubmit(self, record: Record) -> None:
         """Discard the answer and move the rollout to the front of the WAITING queue.
 
-        The group is then no longer ready, the staleness policy no longer counts the rollout as running, and the rollout's own
-        deadline stops. Record this in the journal. The controller then assigns waiting rollouts.
+        The group is then no longer ready, the staleness policy no longer counts the rollout as running, and the deadline of
+        the rollout stops. Record this in the journal. The controller then assigns waiting rollouts.
         """
         self.table.ready.pop(record.group.group_id, None)
         if record.admitted:

@@ -259,10 +259,10 @@ class RolloutOutcome(msgspec.Struct, frozen=True, gc=False, kw_only=True, omit_d
             self._check_turns()
 
     def _check_turns(self) -> None:
-        """Check that shared tokens exist, and that the whole turns are not much larger than a worker may send.
+        """Check the tokens that turns share with earlier turns, and that a worker therefore does not send again.
 
         Raises:
-            ProtocolError: shared tokens do not exist, or the whole turns are too large.
+            ProtocolError: shared tokens do not exist, or there are more than `MAX_SHARED_TOKENS`.
         """
         lengths: list[int] = []
         num_shared = 0

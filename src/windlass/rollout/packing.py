@@ -83,7 +83,7 @@ def pack(
 
     Raises:
         ConfigError: `samples` is empty, a sample is longer than `max_tokens` or has no prompt, packed tensors of one
-            name differ in dtype or in shape per token, NumPy does not have the dtype of one, or a number is below 1.
+            name differ in dtype or in shape per token, NumPy does not have a tensor's dtype, or a number is below 1.
     """
     for name, number in (("num_ranks", num_ranks), ("max_tokens", max_tokens)):
         if not is_count(number):
@@ -116,8 +116,9 @@ def divide(
         lengths: number of tokens of each sample.
         max_tokens: largest number of tokens in a micro-batch.
         num_ranks: number of ranks.
-        padded: whether the samples of a micro-batch are padded to its longest one, and the padding counts. Samples of
-            similar length then share a micro-batch; without padding, micro-batches have similar numbers of tokens.
+        padded: whether the trainer pads the samples of a micro-batch to the longest of them. The padding then counts as
+            tokens, and samples of similar length share a micro-batch. Without padding, micro-batches have similar numbers
+            of tokens.
     """
     longest_first = sorted(range(len(lengths)), key=lambda index: -lengths[index])
     if padded:
@@ -157,7 +158,11 @@ def _ranks(packs: Sequence[Pack], num_ranks: int) -> list[list[int]]:
 
 
 def _kinds(samples: Sequence[TrainingSample]) -> dict[str, tuple[Array, SampleTensor]]:
-    """Return the element (an array without tokens) of each per-token tensor; check that it is equal in all samples."""
+    """Return name -> (empty array of the tensor's dtype and shape per token, first tensor) of each per-token tensor.
+
+    Raises:
+        ConfigError: the dtype or the shape per token differs between samples, or NumPy does not have the dtype.
+    """
     kinds: dict[str, tuple[Array, SampleTensor]] = {}
     for sample in samples:
         for name, tensor in sample.tensors.items():
@@ -182,7 +187,7 @@ def _pack(
     shortest: int,
     kinds: Mapping[str, tuple[Array, SampleTensor]],
 ) -> Pack:
-    """Concatenate samples; use a filler if there are none."""
+    """Concatenate the samples with these indices. Without indices, use the sample `shortest` as a filler."""
     chosen = [samples[index] for index in indices] or [samples[shortest]]
     lengths = [len(s.prompt_ids) + len(s.output_ids) for s in chosen]
 

@@ -273,7 +273,7 @@ class RemoteWorker(Worker, Session[WriteTensors, TensorsWritten]):
         self._work.set()
 
     def note_received(self, received: int) -> None:
-        """Drop the kept batches up to number `received`, which the worker has received. If the sender waits for this, wake it."""
+        """Drop the kept batches up to number `received`, because the worker has received them. Wake a waiting sender."""
         # The sender waits while too many batches are unreported.
         if len(self._sent) >= 2 * MAX_UNSAID:
             self._work.set()
@@ -352,7 +352,7 @@ class RemoteWorker(Worker, Session[WriteTensors, TensorsWritten]):
                 self._work.set()
 
     def _next_batch(self) -> TaskBatch:
-        """Move queued tasks, and all that waits to be sent beside tasks, into a new batch.
+        """Move queued tasks, cancellations, acknowledgements and released tensors into a new batch.
 
         Keep the batch until the worker reports that it has received the batch.
         """
@@ -509,7 +509,11 @@ class WorkerPool:
             )
 
     def withdraw(self, name: str, task_id: str, attempt: int) -> None:
-        """Cancel a worker's attempt. A disconnected worker gets the cancellation when it reconnects."""
+        """Cancel a worker's attempt.
+
+        If the worker has not connected to this controller process yet, only record that the attempt is not assigned any
+        more. `RemoteWorker.compare` then cancels the attempt when the worker connects.
+        """
         if name in self.workers:
             self.workers[name].withdraw(task_id, attempt)
         else:
@@ -539,10 +543,10 @@ class WorkerPool:
         first: WorkerFrame,
         socket: web.WebSocketResponse,  # noqa: ARG002
     ) -> tuple[RemoteWorker, WorkerWelcome]:
-        """Register the worker that sent a connection's first frame; return the worker, and the answer to it.
+        """Register the worker that sent a connection's first frame. Return the worker and its welcome.
 
         Raises:
-            ProtocolError: the frame is no Hello, or see `register`.
+            ProtocolError: the frame is not a Hello, or `register` raises the error.
             OwnerClosed: see `register`.
         """
         if not isinstance(first, WorkerHello):
@@ -578,7 +582,8 @@ class WorkerPool:
                 self._note_answer(session)
                 for outcome in outcomes:
                     session.note_ended(outcome)
-                    # The worker sends an outcome again that was not used, so its tensors must stay.
+                    # Count references only now. The worker sends an outcome that was not used again, so its tensors must
+                    # not be released before.
                     if outcome.tensors:
                         self.references.watch(outcome.tensors)
                 self._ends.notify()
@@ -614,7 +619,7 @@ class WorkerPool:
 
         A new process takes over the name of the worker's earlier process: the pool removes the earlier process, reports its
         attempts and its held tensors as lost, and refuses it later. If the process is known, stop the timer after which it
-        would count as lost. Report attempts as lost that are assigned to the process but unknown to it.
+        would count as lost. If attempts are assigned to the process but unknown to it, report these attempts as lost.
 
         Raises:
             OwnerClosed: the controller is closed; a restarted controller may admit the worker.
@@ -664,11 +669,12 @@ class WorkerPool:
             command: the write.
 
         Returns:
-            Result of the worker. It has an error if the connection was lost during the write: bytes may still arrive.
+            Result from the worker. After a lost connection, the result is an error, and bytes may still arrive in the
+            memory of the trainer rank.
 
         Raises:
-            PeerUnreachable: the worker process that held the tensors has ended. It got no command.
-            PeerTimeout: the worker did not answer in time. Bytes may still arrive.
+            PeerUnreachable: the worker process that held the tensors has ended, and did not get this command.
+            PeerTimeout: the worker did not answer in time. Bytes may still arrive in the memory of the trainer rank.
         """
         what = f"worker {held.holder}: write of {len(command.keys)} tensors"
         deadline = Deadline.after(command.deadline_s, what)

@@ -107,7 +107,7 @@ def _score(function: Callable[[Rollout], object], rollout: Rollout, file: Path) 
 
 
 def _end_with_parent() -> None:
-    """Ask the kernel to kill this process when the process that started it ends, so that none is left behind."""
+    """Ask the kernel to kill this process when its parent process ends, so that no reward process is left behind."""
     if sys.platform != "linux":
         return
     parent = os.getppid()

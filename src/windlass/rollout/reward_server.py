@@ -134,7 +134,7 @@ class RewardServer:
     async def _score(
         self, rollouts: Sequence[Rollout], encoded: Sequence[bytes]
     ) -> list[float | RewardError]:
-        """Return the rewards of one batch. If the server gives none, every rollout gets the same reason.
+        """Return the rewards of one batch. If the request fails, return the same `RewardError` for every rollout.
 
         Raises:
             ConfigError: the object is not open.

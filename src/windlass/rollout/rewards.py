@@ -65,7 +65,7 @@ class RewardCounts(msgspec.Struct, kw_only=True):
 
 @final
 class Failures:
-    """Counter of rollouts that could not be scored. It logs at most one of each kind per `WARN_EVERY_S`.
+    """Counter of rollouts that could not be scored. It logs at most one error of each kind per `WARN_EVERY_S`.
 
     Args:
         counts: counts of the scorer.
@@ -75,7 +75,7 @@ class Failures:
         self._counts, self._lines = counts, LineLimit(WARN_EVERY_S)
 
     def add(self, error: RewardError) -> RewardError:
-        """Count the failure of one rollout, and return it."""
+        """Count and return the error of one rollout. Log it unless an error of this kind was logged recently."""
         counts = self._counts
         counts.failed += 1
         counts.newest_failure = str(error)
@@ -250,7 +250,7 @@ class RewardProcess:
             msgspec.DecodeError: the message is invalid.
         """
         with contextlib.suppress(ConnectionError):
-            # A process that has ended may have left its last frame in the socket.
+            # Sending fails if the process has ended. Read anyway: its last frame may be in the socket.
             await self._writer.drain()
         (length,) = LENGTH.unpack(await self._reader.readexactly(LENGTH.size))
         if length > MAX_ANSWER_NBYTES:
@@ -385,11 +385,11 @@ class RewardPool:
     async def _score_in_process(self, rollout: Rollout) -> float:
         """Score a rollout in an idle process, or in a new one if no process is idle.
 
-        If the memory limit is exceeded in a process that has scored other rollouts, score the rollout again in a new
-        process: earlier calls may have left memory behind.
+        If a process that has scored other rollouts exceeds the memory limit, end this process and try the rollout in
+        another process, because earlier calls may have left memory behind.
 
         Raises:
-            RewardError: the rollout could not be scored.
+            RewardError: the rollout could not be scored, or a new process exceeded the memory limit.
             ConfigError: the metadata is not msgpack-plain, or the pool is closed.
         """
         while True:

@@ -189,7 +189,7 @@ class RouterUpdates:
         await asyncio.gather(*self._tasks, return_exceptions=True)
 
     def _look(self) -> None:
-        """Remember the connected engines, and start notifications unless a round runs or no version is published."""
+        """Record the connected engines. Start notifications if a version is published and no round runs."""
         for engine in self._coordinator.fleet.states():
             if engine.url:
                 self._seen.pop(engine.name, None)
@@ -213,7 +213,7 @@ class RouterUpdates:
         return _Fleet(self._coordinator.fleet.published, tuple(engines))
 
     async def _keep_told(self, config: RouterConfig, changed: asyncio.Event, token: str) -> None:
-        """Notify one router whenever `changed` is set and the fleet differs from the router's last confirmed one."""
+        """Notify one router when `changed` is set, if the fleet differs from the fleet that the router last confirmed."""
         told: _Fleet | None = None
         async with open_http(token, to_controller=False) as http:
             while True:

@@ -142,7 +142,7 @@ class StalenessPolicy:
         self.accepted += 1
 
     def release(self) -> None:
-        """Count a sample that has ended: it runs no longer.
+        """Stop counting a sample as running, because it has ended without an accepted answer.
 
         Raises:
             RolloutError: no sample is running.

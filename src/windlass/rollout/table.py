@@ -260,7 +260,8 @@ class Record(msgspec.Struct, eq=False):
     def sampling(self) -> SamplingParams:
         """Return the sampling parameters of the next attempt. With a seed, each sample of a group has its own seed.
 
-        An answer in place of a rejected or too old one has another seed, because the same seed could give the same answer.
+        A new answer in place of a rejected or too old answer has another seed, because the same seed could give the same
+        answer again.
         """
         num_rollouts = self.group.size.num_rollouts
         return self.work.sampling.seeded(

@@ -92,7 +92,7 @@ class SampleTensor(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
 
     @classmethod
     def of(cls, values: Any, *, per_token: bool = True) -> SampleTensor:
-        """Copy a NumPy array, a torch tensor, or a list of numbers. Numbers of Python become float32 or int64.
+        """Copy a NumPy array, a torch tensor, or a list of numbers. Python numbers become float32 or int64.
 
         Args:
             values: the array, tensor or (nested) list. A tensor on a GPU is copied to the host.
@@ -141,7 +141,7 @@ class SampleTensor(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
         """Return a read-only NumPy array of the elements.
 
         Raises:
-            ConfigError: NumPy has no such element type; use `to_torch`. Or another process holds the elements.
+            ConfigError: NumPy does not have the element type (use `to_torch`), or another process holds the elements.
         """
         self._check_here()
         if not self.has_numpy_dtype:
@@ -151,7 +151,7 @@ class SampleTensor(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
         return array
 
     def to_torch(self) -> Any:
-        """Return a torch tensor of the elements, on the CPU. It is a copy, unless a transport has brought the elements.
+        """Return a torch tensor of the elements, on the CPU. Elements that a transport has written are not copied.
 
         Raises:
             ConfigError: another process holds the elements.
@@ -178,12 +178,12 @@ class SampleTensor(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
 def _copied(array: Any) -> Any:
     """Return a copy of an array's elements in C order, as bytes or a memoryview that cannot be changed.
 
-    A large copy has a mapping of its own. Later copies use the mapping again once this copy is freed.
+    A large copy has its own memory mapping. Later copies use the mapping again after this copy is freed.
     """
     if array.nbytes < MAPPED_NBYTES:
         return array.tobytes()
     mapping = _mapping(array.nbytes)
-    # All views of the copy refer to this array, so its end is the end of the copy.
+    # All views of the copy refer to this array, so the copy is unused when this array is freed.
     owner: Any = np.frombuffer(mapping, np.uint8, array.nbytes)
     weakref.finalize(owner, _keep_unused, mapping).atexit = False
     np.copyto(owner.view(array.dtype).reshape(array.shape), array)
@@ -195,7 +195,7 @@ _unused: deque[mmap.mmap] = deque(maxlen=KEPT_MAPPINGS)
 
 
 def _mapping(nbytes: int) -> mmap.mmap:
-    """Take the newest mapping of `nbytes` to twice `nbytes` bytes out of the unused ones, or make a new one of `nbytes`."""
+    """Take the newest unused mapping of `nbytes` to 2 * `nbytes` bytes, or make a mapping of `nbytes` bytes."""
     chosen, others = None, []
     with contextlib.suppress(IndexError):
         while chosen is None:
@@ -215,7 +215,7 @@ def _mapping(nbytes: int) -> mmap.mmap:
 
 
 def _keep_unused(mapping: mmap.mmap) -> None:
-    """Keep the mapping of a freed copy. Linux takes its pages back when it needs memory."""
+    """Keep the mapping of a freed copy. If memory is short, Linux takes the mapping's pages back."""
     with contextlib.suppress(OSError):
         mapping.madvise(mmap.MADV_FREE)
         _unused.append(mapping)
@@ -225,7 +225,7 @@ def check_tensors(where: str, tensors: object) -> Mapping[str, SampleTensor]:
     """Return `tensors` if it maps names to tensors.
 
     Raises:
-        ConfigError: it does not; the message begins with `where`.
+        ConfigError: `tensors` is not such a mapping; the message begins with `where`.
     """
     if not isinstance(tensors, Mapping):
         raise ConfigError(f"{where}tensors must be a mapping, got {tensors!r}")

@@ -135,7 +135,7 @@ class TextCodec(Protocol):
         With `add_generation_prompt`, the text ends with the beginning of an answer.
 
         Raises:
-            ConfigError: the model has no chat template, or it refuses the conversation.
+            ConfigError: the model has no chat template, or the template refuses the conversation.
         """
         ...
 
@@ -264,7 +264,7 @@ def _plain_message(message: Message) -> Message:
 
 
 def _plain_call(call: Any) -> Any:
-    """Return a tool call with its arguments as a mapping. In OpenAI's API they are a text, which may not be JSON."""
+    """Return a tool call with its arguments as a mapping. If the arguments are text that is not JSON, keep the text."""
     function = call.get("function") if isinstance(call, dict) else None
     if not isinstance(function, dict) or not isinstance(function.get("arguments"), str):
         return call

@@ -259,8 +259,8 @@ class RolloutWorker(Client[WriteTensors, TensorsWritten, WorkerWelcome | TaskBat
     def _take(self, batch: TaskBatch) -> None:
         """Start the new attempts of a batch, and cancel the attempts in `batch.cancelled`.
 
-        Drop acknowledged outcomes, and free tensors that the controller released. Tasks of running or remembered attempts
-        are ignored. Wake `_deliver` if many received batches are unreported.
+        Ignore tasks of attempts that run or have ended recently. Drop acknowledged outcomes, and free tensors that the
+        controller released. Wake `_deliver` if many received batches are unreported.
         """
         self._received = batch.number
         self._forget(batch.acknowledged)
@@ -278,7 +278,7 @@ class RolloutWorker(Client[WriteTensors, TensorsWritten, WorkerWelcome | TaskBat
     # --- outcomes ------------------------------------------------------------------------------
 
     def _ended(self, outcome: RolloutOutcome) -> None:
-        """Store the outcome of an attempt until the controller acknowledges it, remember the attempt, and wake `_deliver`."""
+        """Keep an attempt's outcome until the controller acknowledges it, record the attempt as ended, wake `_deliver`."""
         key = (outcome.task_id, outcome.attempt)
         self._remembered[key] = None
         if len(self._remembered) > REMEMBERED_ATTEMPTS:
@@ -296,7 +296,7 @@ class RolloutWorker(Client[WriteTensors, TensorsWritten, WorkerWelcome | TaskBat
     def _forget(self, last: int) -> None:
         """Drop the outcomes up to number `last`, because the controller has acknowledged them, and wake `_deliver`.
 
-        Restart the time until unacknowledged outcomes are sent again; stop it if there are none.
+        If unacknowledged outcomes are left, restart the deadline after which they are sent again; else stop the deadline.
         """
         if last < self._oldest_outcome:
             return
@@ -414,7 +414,7 @@ class RolloutWorker(Client[WriteTensors, TensorsWritten, WorkerWelcome | TaskBat
 
 
 def encode_for_controller(outcome: RolloutOutcome) -> bytes:
-    """Return the encoded outcome, or an encoded outcome with an error if the controller would refuse it."""
+    """Return the encoded outcome. If the controller would refuse `outcome`, return an encoded outcome with an error."""
     encoded = encode(outcome)
     if len(encoded) <= CHECKED_NBYTES:
         return encoded
