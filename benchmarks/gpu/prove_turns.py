@@ -3,9 +3,9 @@
     python benchmarks/gpu/prove_turns.py --engine vllm --case qwen3-4b --json FILE
         [--tp 2 --trainers 2] [--turns 10] [--extra 2] [--kv-gib 20] [--logs FOLDER]
 
-A fresh server loads a checkpoint of the trainer's last weights, and its tensors and tokens are recorded. Then the live
-server starts with other weights and the engine's sleep mode, with CUDA graphs and (vLLM) torch.compile, and joins with
-the transport `pull`. A first update without sleep records its own tokens for the last weights: if they differ from the
+A fresh server loads a checkpoint of the trainer's last weights, and its tensors and tokens are recorded. The live server
+starts at the same time with dummy weights and the engine's sleep mode, with CUDA graphs and (vLLM) torch.compile, and
+joins with the transport `pull`. A first update without sleep records its own tokens for the last weights: if they differ from the
 fresh server's although all tensors are equal, the two processes compute differently (for example by autotuned
 kernels), and sleep is not the reason. The run then goes on, compares with the server's own tokens, and ends with
 status 1. In each turn the framework's call makes the server sleep; the trainer gets memory, uses `--extra` times its
@@ -92,13 +92,16 @@ class Run:
     def say(self, text: str) -> None:
         print(f"[{self.options.case}, {time.monotonic() - self.began:5.1f} s] {text}", flush=True)
 
-    def server(self, number: int, session: aiohttp.ClientSession) -> ProofServer:
-        return ProofServer(self.options, self.case, session, self.options.port + PORTS * number)
+    def server(
+        self, number: int, session: aiohttp.ClientSession, *, with_weights: bool = False
+    ) -> ProofServer:
+        port = self.options.port + PORTS * number
+        return ProofServer(self.options, self.case, session, port, with_weights=with_weights)
 
     async def prove(self) -> None:
         """Run everything. Raise at the first difference."""
         on_cpu, tp = self.options.on_cpu, self.options.tp
-        paths = {name: self.folder / name for name in ("plain", "first", "last")}
+        paths = {name: self.folder / name for name in ("plain", "last")}
         for path in paths.values():
             self.case.write_config(path, quantised=False)
         devices = [-1 if on_cpu else rank % tp for rank in range(self.options.trainers)]
@@ -109,20 +112,19 @@ class Run:
         try:
             async with aiohttp.ClientSession(timeout=timeout) as session:
                 await trainers.receive(120)
-                for seed, name in ((LAST_SEED, "last"), (1, "first")):
-                    await trainers.all("step", seed, 0.0)
-                    await trainers.all("save", str(paths[name]))
+                self.say("the trainers are up")
+                await trainers.all("step", LAST_SEED, 0.0)
+                await trainers.all("save", str(paths["last"]))
                 await trainers.all("release")
-                self.say("checkpoints are written")
-                wanted = await self._fresh(session, paths["last"])
-                await self._live(session, paths["first"], trainers, wanted)
+                self.say("the checkpoint is written")
+                wanted = await self._live(session, paths["last"], trainers)
                 if self.engine.own and not on_cpu:
-                    await self._own(session, paths["first"], trainers, wanted)
+                    await self._own(session, paths["last"], trainers, wanted)
         finally:
             trainers.kill()
 
     async def _fresh(self, session: aiohttp.ClientSession, folder: Path) -> Held:
-        server = self.server(0, session)
+        server = self.server(0, session, with_weights=True)
         try:
             await server.start(folder, "", self.logs["fresh"], "")
             await server.ready(self.options.start_s)
@@ -132,18 +134,18 @@ class Run:
             await server.end()
 
     async def _live(
-        self,
-        session: aiohttp.ClientSession,
-        folder: Path,
-        trainers: ProofTrainers,
-        wanted: Held,
-    ) -> None:
+        self, session: aiohttp.ClientSession, last: Path, trainers: ProofTrainers
+    ) -> Held:
+        """Take turns with the live server; return the weights and tokens of the fresh server."""
         config = ControlConfig(pause_mode=PauseMode.ABORT, deadlines=PhaseDeadlines(pause_s=60))
         async with windlass.Controller(token=TOKEN, config=config) as controller:
             server = self.server(1, session)
             try:
-                await server.start(folder, controller.url, self.logs["live"], "")
-                await server.ready(self.options.start_s)
+                await server.start(last, controller.url, self.logs["live"], "")
+                async with asyncio.TaskGroup() as starts:
+                    fresh = starts.create_task(self._fresh(session, last))
+                    starts.create_task(server.ready(self.options.start_s))
+                wanted = fresh.result()
                 self.say("the live server is up, and has joined")
                 before = await server.held()
                 assert before.different(wanted), "the live server must begin with other weights"
@@ -171,6 +173,7 @@ class Run:
                     at_most=FEW,
                 )
                 await trainers.all("disconnect")
+                return wanted
             finally:
                 await server.end()
 
@@ -417,8 +420,11 @@ async def main(options: argparse.Namespace) -> int:
             await run.prove()
         except Exception as error:  # noqa: BLE001 - the figures until then are shown
             status = 1
-            run.told["outcomes"]["failed"] = f"{type(error).__name__}: {error}"[:3000]
-            run.say(f"failed: {type(error).__name__}: {error}"[:3000])
+            reason: BaseException = error
+            while isinstance(reason, BaseExceptionGroup):
+                reason = reason.exceptions[0]
+            run.told["outcomes"]["failed"] = f"{type(reason).__name__}: {reason}"[:3000]
+            run.say(f"failed: {type(reason).__name__}: {reason}"[:3000])
             for what, log in run.logs.items():
                 for line in reasons(log) or tail(log):
                     print(f"    {what}: {line}", flush=True)

@@ -297,6 +297,8 @@ CASES: Mapping[str, Case] = {
     "dense": Case(_QWEN3),
     "experts": Case(_QWEN3_EXPERTS),
     "qwen3-4b": Case(model_config("qwen3-4b")),
+    "qwen3-30b-a3b": Case(model_config("qwen3-30b-a3b")),
+    "qwen3-30b-a3b-24-layers": Case({**model_config("qwen3-30b-a3b"), "num_hidden_layers": 24}),
     "qwen3-30b-a3b-2-layers": Case({**model_config("qwen3-30b-a3b"), "num_hidden_layers": 2}),
     "expert-parallel": Case(
         _QWEN3_EXPERTS,

@@ -8,6 +8,7 @@ import multiprocessing as mp
 import os
 import signal
 import sys
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -15,6 +16,7 @@ from typing import Any
 
 import torch
 import transformers
+from torch.distributed.tensor import DTensor
 from transformers.core_model_loading import revert_weight_conversion
 
 import windlass
@@ -131,13 +133,27 @@ class FsdpProof(TrainerRank):
         return lambda name: name.replace(ours, theirs)
 
     def save(self, folder: str) -> None:
-        """Save the full weights as a checkpoint with transformers' names. All ranks must call this together."""
-        held = {
-            name: parameter.full_tensor().detach()
-            for name, parameter in self.module.named_parameters()
-        }
-        named = revert_weight_conversion(self.module, {**held, **self._buffers()})
-        write(self.rank, iter(named.items()), Path(folder))
+        """Save the full weights as a checkpoint with transformers' names, one file per layer.
+
+        Only one layer is held in full at a time. All ranks must call this together.
+        """
+        layers: dict[str, dict[str, torch.Tensor]] = defaultdict(dict)
+        tensors = (*self.module.named_parameters(), *self._buffers().items())
+        for name, tensor in tensors:
+            layers[".".join(name.split(".")[:3])][name] = tensor.detach()
+        files: dict[str, str] = {}
+        for number, layer in enumerate(layers.values()):
+            whole = {
+                name: tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+                for name, tensor in layer.items()
+            }
+            named = revert_weight_conversion(self.module, whole)
+            file = f"model-{number:05}.safetensors"
+            write(self.rank, iter(named.items()), Path(folder), file)
+            files |= dict.fromkeys(named, file)
+        if self.rank == 0:
+            index = {"metadata": {}, "weight_map": files}
+            (Path(folder) / "model.safetensors.index.json").write_text(json.dumps(index))
 
 
 def is_norm(name: str) -> bool:
@@ -230,7 +246,10 @@ def write(
     """Write `tensors` on rank 0. All ranks iterate over them, because gathering needs all ranks."""
     from safetensors.torch import save_file
 
-    held = {name: tensor.cpu().contiguous() for name, tensor in tensors}
+    held = {}
+    for name, tensor in tensors:
+        if rank == 0:
+            held[name] = tensor.cpu().contiguous()
     if rank == 0:
         save_file(held, folder / file, metadata={"format": "pt"})
 

@@ -75,10 +75,16 @@ class Held:
 
 
 class ProofServer:
-    """Server that starts from a checkpoint."""
+    """Server that starts from a checkpoint or, without `with_weights`, with the engine's dummy weights."""
 
     def __init__(
-        self, options: argparse.Namespace, case: Case, session: aiohttp.ClientSession, port: int
+        self,
+        options: argparse.Namespace,
+        case: Case,
+        session: aiohttp.ClientSession,
+        port: int,
+        *,
+        with_weights: bool = True,
     ) -> None:
         self.options, self.case, self.session = options, case, session
         settings = ServerSettings(
@@ -86,7 +92,7 @@ class ProofServer:
             port=port,
             tp=options.tp,
             transport=offered(options.transports),
-            with_weights=True,
+            with_weights=with_weights,
             streams=16,
             cuda_graphs=options.cuda_graphs,
             compiles=options.compiles,
