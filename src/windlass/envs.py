@@ -100,7 +100,7 @@ def control_token() -> str:
 
 
 def _token_in(path: str) -> str:
-    """Return the text of a file without its last line end.
+    """Return the text of a file, without a newline at the end.
 
     Raises:
         ConfigError: the file is not a regular text file of this user, or other users can read or change it.

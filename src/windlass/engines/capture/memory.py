@@ -339,9 +339,9 @@ class Watched:
         return self._reach
 
     def settle(self) -> None:
-        """From now on, leave new tensors that other objects than modules hold (kind HELD) out of all results.
+        """From now on, ignore new tensors of kind HELD: tensors that are not direct members of a module.
 
-        An engine's loader may keep temporary tensors in such objects during a load.
+        An engine's loader may keep temporary tensors in other objects during a load.
         """
         self._settled = frozenset(name for name, h in self().items() if h.kind is Kind.HELD)
 

@@ -520,7 +520,9 @@ class _Walk:
                 self._values(node, Join.CALL, (("", value) for value in _returned(item, shape.form)))  # fmt: skip
 
     def _is_of_server(self, kind: type) -> bool:
-        """Return whether a class whose objects have a lock belongs to the server. The walk skips such objects.
+        """Return whether a class whose objects have a lock belongs to the server, not to the model.
+
+        The walk skips such objects.
 
         This is true if the class is in a server's package, or if no module of the model is in the class's package.
         """
@@ -584,7 +586,7 @@ class _Walk:
         self._globals(_globals_of(function))
 
     def _enter_class(self, kind: type) -> None:
-        """Add a class and its base classes with their data, and the globals that their functions use."""
+        """Add the data and the functions with state of a class and its base classes, and the globals that the functions use."""
         for base in kind.__mro__:
             if not _is_foreign(base.__module__):
                 self._class_state(base)
@@ -929,8 +931,8 @@ def _variables_named_in(function: FunctionType) -> Iterator[tuple[dict[str, Any]
     """Yield (namespace, name) of every global variable that a function's code may read.
 
     These are globals of the function's own Python module, and attributes of the modules that the code names. Skip
-    modules for which `_is_outside` is true. The function may not read all of the yielded variables, because each name
-    in the code is looked up in each of these modules.
+    modules for which `_is_outside` is true. The result may include variables that the function does not read, because
+    each name in the code is looked up in each of these modules.
     """
     space = function.__globals__
     spelt = [*_names_in(function.__code__)]

@@ -221,7 +221,7 @@ class _Events:
 
     def _converted(self, data: bytes) -> bytes:
         """Return the data of an event in the form of `/generate`."""
-        # An event of another kind: an error, or the end.
+        # An event without choices is an error or the end of the stream.
         choices = msgspec.json.decode(data, type=_Answer).choices if data[:1] == b"{" else []
         if not choices:
             return data

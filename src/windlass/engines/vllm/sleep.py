@@ -37,7 +37,7 @@ class Allocation(NamedTuple):
 
 
 def allocations() -> list[Allocation]:
-    """Return the memory of this process that vLLM's allocator frees when it sleeps; none for vLLM on a CPU."""
+    """Return the memory of this process that vLLM's sleep mode frees; none for vLLM on a CPU."""
     if not torch.cuda.is_available():
         return []
     from vllm.device_allocator.cumem import CuMemAllocator

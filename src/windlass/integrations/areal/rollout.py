@@ -52,7 +52,7 @@ class RolloutController(rollout_controller.RolloutController):  # type: ignore[m
 
     @property
     def callback(self) -> ServersCallback:
-        """Callback for trainer workers."""
+        """Addresses of the servers and of this controller, for trainer workers."""
         return ServersCallback(
             controller_addr=self.callback_addr,
             engine=self.inf_engine.engine,
@@ -116,7 +116,7 @@ class _Stamping:
     def versions_of(
         self, response: dict[str, Any], result: HttpGenerationResult, sent_at: int
     ) -> list[int]:
-        """Return the version of each token of `result`, from a request that was sent at the version `sent_at`."""
+        """Return the version of each token of `result`. `sent_at` is the version at which the request was sent."""
         del response
         # AReaL labels tokens with the current version. If an update aborted the answer, the current version may
         # already be the new one. In this case, use the version that was current when the request was sent.
