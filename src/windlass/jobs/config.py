@@ -622,7 +622,7 @@ def _convert_path(kind: type, value: object) -> object:
 
 
 def _expand(value: Any, here: str) -> Any:
-    """Return a value of a job file in which `HERE`, also in nested texts, is replaced by the folder `here`."""
+    """Replace `HERE` by the folder `here` in a value of a job file and in all nested texts; return the new value."""
     if isinstance(value, str):
         return value.replace(HERE, here)
     if isinstance(value, list):

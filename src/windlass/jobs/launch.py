@@ -1007,7 +1007,7 @@ class Job:
     async def _evaluate(self) -> None:
         """Wait until the fleet serves the newest version, evaluate it, and record the metrics.
 
-        The next step begins afterwards, so engines do not change their version during the evaluation.
+        The next step begins only afterwards, so engines do not change their version during the evaluation.
         """
         with self._waiting_for(self._describe_update):
             deadline_s = self._config.trainer.publish_deadline_s

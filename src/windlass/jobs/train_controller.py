@@ -375,7 +375,7 @@ class TrainController:
         self._coordinator.catch_ups.serve_again()
 
     async def finish_update(self, *, deadline_s: float) -> None:
-        """With replicas, wait until the fleet serves the version of the last `publish`.
+        """Wait until the fleet serves the version of the last `publish`. Without replicas, `publish` has waited already.
 
         Raises:
             TrainerError: the version was not published, a rank died, or the deadline passed.

@@ -502,7 +502,7 @@ class TrainWorker(Client[TrainCommand, TrainResult, Welcome]):
 
     def _take(self, command: TakeTensors) -> Done:
         """Fetch the tensors of the groups, and keep the groups if no tensor is lost."""
-        # The memory of earlier groups becomes free before new memory is allocated.
+        # Free the memory of earlier groups before `fetch` allocates new memory.
         self._taken = ()
         if self._batches is None:
             transport = environment_value("WINDLASS_TRANSPORT") or "auto"

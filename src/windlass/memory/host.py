@@ -106,7 +106,7 @@ class HostMemory(MemoryOps):
     def view(
         self, address: int, sizes: Sequence[int], strides_bytes: Sequence[int], dtype: DType
     ) -> torch.Tensor:
-        """Return a tensor that views host memory, and does not keep it alive."""
+        """See `MemoryOps.view`."""
         return strided_view(address, sizes, strides_bytes, dtype)
 
 
@@ -186,7 +186,7 @@ class _HostDigests(Digests[Key]):
         deadline_s: float,  # noqa: ARG002
         threads: Executor | None = None,
     ) -> dict[Key, str]:
-        """Hash the memory of each link or chunk, in several threads if there are any. See `Digests.take`."""
+        """Hash the memory of each link or chunk, in `threads` or else in the calling thread. See `Digests.take`."""
         wanted = list(keys)
         found = (map if threads is None else threads.map)(self._digest, wanted)
         return dict(zip(wanted, found, strict=True))

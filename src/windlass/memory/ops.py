@@ -226,7 +226,7 @@ class MemoryOps(Protocol):
     def view(
         self, address: int, sizes: Sequence[int], strides_bytes: Sequence[int], dtype: DType
     ) -> torch.Tensor:
-        """Return memory as a tensor of `sizes`, without a copy. The caller keeps the memory allocated."""
+        """Return the memory at `address` as a tensor of `sizes`, without a copy. The caller keeps the memory allocated."""
         ...
 
     def settle(self, deadline_s: float) -> None:  # noqa: ARG002

@@ -255,7 +255,7 @@ def overflow_text(tensor: str, have: DType, want: DType) -> str:
 def strided_view(
     address: int, sizes: Sequence[int], strides_bytes: Sequence[int], dtype: DType
 ) -> torch.Tensor:
-    """Return host memory as a tensor of `sizes`, without a copy. The caller keeps the memory allocated."""
+    """Return the host memory at `address` as a tensor, without a copy. The caller keeps the memory allocated."""
     import torch
 
     from windlass.memory.torch_dtypes import torch_dtype

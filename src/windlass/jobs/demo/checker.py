@@ -243,7 +243,7 @@ def _grouped(indices: Sequence[int], key: Callable[[int], Hashable]) -> list[lis
 def _kept_distances(
     model: torch.nn.Module, weights_of: Callable[[int], Weights], samples: Sequence[TrainingSample]
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return each sample's distance from the versions that its tokens name, and from the versions before them.
+    """Return two distances per sample: with the versions that its tokens name, and with the versions before these.
 
     A distance is the mean |engine's - checker's log-probability| of the sample's tokens. For a version's tokens, the
     checker uses the keys and values that older versions computed for earlier tokens, like an engine that continues
@@ -275,7 +275,7 @@ def _fresh_distances(
     samples: Sequence[TrainingSample],
     progress: Callable[[int], object],
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return each sample's distance from the versions that its tokens name, and from the versions before them.
+    """Return two distances per sample: with the versions that its tokens name, and with the versions before these.
 
     A distance is the mean |engine's - checker's log-probability| of the sample's tokens. The checker computes a token's
     log-probability with one version for the token and its whole context. One forward pass per version covers all tokens

@@ -255,9 +255,9 @@ async def _start_watchdog(mark: str) -> int:
 def _signal_group(process: asyncio.subprocess.Process, signal_number: int) -> None:
     """Send a signal to a process and its children, which form one process group.
 
-    If the process has ended, send only SIGKILL, to children that remain. The kernel does not reuse the id of a process
-    group that has members. So if a running process now has the id of the ended process, no children remain, and a
-    signal would hit another program: send nothing.
+    If the process has ended, send SIGKILL to its remaining children, and ignore every other signal. The kernel does not
+    reuse the id of a process group that has members. So if a running process now has the id of the ended process, no
+    children remain. Send nothing then: the signal would hit another program.
     """
     if process.returncode is not None and (
         signal_number != signal.SIGKILL or os.path.exists(f"/proc/{process.pid}")

@@ -313,7 +313,7 @@ def _ends_at(cuts: Int64Array, starts: Int64Array, nbytes: int) -> Int64Array:
 
 
 def least_packed_nbytes(program: LinkProgram) -> int:
-    """Return the bytes of the largest unit of a link that cannot be cut: a piece, or a row of quantisation blocks."""
+    """Return the size in bytes of a link's largest unit that cannot be cut: a piece, or a row of quantisation blocks."""
     rows_of_blocks = (
         BLOCK * op.packed_strides[0]
         for op in program.ops
