@@ -36,7 +36,7 @@ def encode_call_value(what: str, value: object) -> bytes:
     """Encode a msgpack-plain value that may contain torch tensors. A tensor without dims becomes a number.
 
     Raises:
-        ConfigError: the value contains something else, or is too large.
+        ConfigError: the value contains an object of another type, or is too large.
     """
     return encode_value(what, value, plain=_plain_or_frame, max_nbytes=MAX_CALL_NBYTES)
 

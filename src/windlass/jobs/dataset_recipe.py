@@ -26,7 +26,7 @@ class DatasetRecipe(Recipe):
     _epoch = _index = 0
 
     def check(self, config: LaunchConfig) -> None:
-        """Store the settings, load the data sets, and make a task of the first row of each.
+        """Store the settings, load the data sets, and make a task of each data set's first row.
 
         A subclass that overrides this method must call `super().check(config)`.
 

@@ -92,7 +92,7 @@ VERL: Mapping[str, str] = MappingProxyType(
 
 
 def translated(key: str) -> str:
-    """Return a text that gives Windlass's key for a key of TRL or verl; empty for all other keys."""
+    """Return a text with Windlass's key, if there is one, for a key of TRL or verl; empty for all other keys."""
     for owner, names in (("TRL", TRL), ("verl", VERL)):
         if key in names:
             ours = names[key]

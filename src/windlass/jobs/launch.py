@@ -864,7 +864,7 @@ class Job:
         The checkpoint becomes the newest one. Restarts of the ranks are counted from zero again, and groups that were
         trained on since the previous checkpoint are removed from the journal of rollouts.
 
-        Write the checkpoint's record last, because a folder with a record counts as finished.
+        Write the checkpoint's record only after all ranks have saved, because a folder with a record counts as finished.
         """
         folder = self._output.checkpoint_folder(self._steps)
         (folder / CHECKPOINT_RECORD).unlink(missing_ok=True)

@@ -236,7 +236,7 @@ class Scoring:
             )
 
     async def _score(self, group: RolloutGroup) -> list[TrainingSample]:
-        """Return the samples of a group. If a rollout could not be scored, replace it and return no samples.
+        """Return the samples of a group. If a rollout is not accepted or could not be scored, replace it; return no samples.
 
         Raises:
             PeerTimeout: the recipe did not score the group within `batch_deadline_s`.

@@ -392,7 +392,7 @@ def pack_quantized(
     dst_address: int,
     tensor: str = "",
 ) -> None:
-    """Quantise a matrix in rows of blocks, so that scratch memory is about 128 rows of float32.
+    """Quantise a matrix, one row of blocks at a time, so that scratch memory is about 128 rows of float32.
 
     The result equals `per_block_cast_to_fp8` (DeepGEMM) of the whole matrix on a GPU, bit for bit.
 

@@ -319,7 +319,7 @@ class Scheduler:
         return self.status(spec.name)
 
     async def _reserve(self, spec: ProcessSpec) -> _Process:
-        """Return a new process, not started yet, in the reservation that it belongs to; see `start`."""
+        """Return a new process, not started yet, with the reservation that it uses; see `start`."""
         if not spec.colocate_with:
             for other in self._processes.values():
                 # A process of this name was deleted, and `other` still uses the reservation of that process.
