@@ -147,7 +147,7 @@ def check_version(version: int, peer: str) -> None:
 
 
 def check_name(name: str, what: str) -> None:
-    """Check the name of a peer. Names are written to logs, terminals and metrics.
+    """Check that the name of a peer can be written to logs, terminals and metrics.
 
     Raises:
         ProtocolError: the name is empty, has unprintable characters, or exceeds 255 bytes.

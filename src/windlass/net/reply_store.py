@@ -35,8 +35,8 @@ class ReplyStore(Generic[ResultT]):
         The first call of a new round drops the replies of all rounds except the round before.
 
         Raises:
-            StaleMessage: the call's round has passed, because a call of a later round was looked up before, or because
-                `void` was called after a call of this or a later round had arrived.
+            StaleMessage: the round of the call has passed, because a call of a later round was looked up before; or `void`
+                has refused the round.
         """
         epoch, round_number, _ = call_id
         round_id = epoch, round_number

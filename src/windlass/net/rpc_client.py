@@ -186,7 +186,7 @@ class Client(Callee[CommandT, ResultT], Closing, Generic[CommandT, ResultT, Fram
         return self.disconnected.wait(deadline_s)
 
     def run_later(self, work: Callable[[], None]) -> None:
-        """Run `work` in the executor of the calls, after all queued calls.
+        """Run `work` in the executor that executes the calls, after all queued calls.
 
         `work` must not raise. After `close`, `work` is not run.
         """
@@ -274,7 +274,7 @@ class Client(Callee[CommandT, ResultT], Closing, Generic[CommandT, ResultT, Fram
             self._task.cancel()
 
     def _end(self, error: Exception) -> None:
-        """Set `error` in `welcomed` and `ended`, unless they are done: the client connects no more. Idempotent."""
+        """Set `error` in `welcomed` and `ended`, unless they are done: the client will not connect again. Idempotent."""
         for future in (self.welcomed, self.ended):
             if not future.done():
                 future.set_exception(error)
@@ -353,7 +353,7 @@ class Client(Callee[CommandT, ResultT], Closing, Generic[CommandT, ResultT, Fram
     async def _on_frame(
         self, socket: aiohttp.ClientWebSocketResponse, parts: PartJoiner, data: bytes
     ) -> None:
-        """Handle a part of a frame. If the frame is complete, begin its call, or pass it to `on_frame`.
+        """Handle a part of a frame. If the frame is now complete: begin the call if it is a call, else call `on_frame`.
 
         The first frame that is neither a call nor a refusal is the welcome.
 

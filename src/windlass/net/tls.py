@@ -139,7 +139,7 @@ def _check_controller(certificate: Certificate | None) -> None:
 
 
 def _load(context: ssl.SSLContext, files: _Files, verify: ssl.VerifyMode) -> ssl.SSLContext:
-    """Load the files into a TLS context, and return the context. With a CA file, set its verify mode to `verify`.
+    """Load the files into a TLS context, and return the context. With a CA file, set the context's `verify_mode`.
 
     Raises:
         ConfigError: a file cannot be used.

@@ -16,7 +16,7 @@ def measure_memcpy_gbps(nbytes: int = 256 << 20, repeats: int = 7) -> float:
         repeats: number of measured copies, after one copy to warm up.
 
     Returns:
-        10^9 bytes copied per second.
+        Rate in 10^9 bytes per second.
     """
     # `mmap` aligns both buffers to pages: memcpy between different alignments takes up to three times as
     # long. Write to both first: the kernel maps all pages that were never written to the same page of zeros.

@@ -201,8 +201,8 @@ class Operations:
     def observe_samples(self, samples: Sequence[TrainingSample]) -> None:
         """Count samples, their trained tokens and their staleness. Call this when the samples are given to trainers.
 
-        The staleness of a sample is the published version minus its oldest version. Samples without trained tokens are
-        left out of the staleness.
+        The staleness of a sample is the published version minus the sample's oldest version. Samples without trained tokens
+        have no staleness.
         """
         version = self._coordinator.fleet.published
         ages = [version - s.oldest_version for s in samples if s.num_trained]

@@ -361,7 +361,7 @@ def _refuse_two_dtypes(
     rows: Int64Array,
     boxes: tuple[Int64Array, Int64Array],
 ) -> None:
-    """Raise ManifestError if one rank holds a box in two dtypes, which cannot be compared.
+    """Raise ManifestError if one rank holds a box in two dtypes, because their bytes cannot be compared.
 
     `boxes`: offsets and sizes of the box in each of `rows`, (n, MAX_DIMS). Rows of one box and rank are adjacent.
     """

@@ -190,7 +190,7 @@ def _source_classes(sources: Sequence[ShardManifest], index: dict[str, int]) -> 
 def _apply_destination_aliases(
     destinations: Sequence[ShardManifest], index: dict[str, int], class_of: list[int]
 ) -> None:
-    """If no source has a destination's tensor under its own name, use the class of its alias. Change `class_of` in place.
+    """Use the class of the alias for a destination's tensor if no source has the tensor's own name. Change `class_of`.
 
     Raises:
         ManifestError: the sources have two separate tensors of these names.

@@ -479,7 +479,7 @@ class BatchQueue:
             return web.Response(body=encode(batch), content_type=CONTENT_TYPE)
         response = web.StreamResponse(headers={"Content-Type": CONTENT_TYPE})
         await response.prepare(request)
-        # A map of three fields, and the header of an array.
+        # Write the same bytes as `encode(batch)`: a map of three fields. The last field is the array of samples.
         await response.write(b"\x83" + encode("step") + encode(batch.step))
         await response.write(encode("must_confirm") + encode(batch.must_confirm))
         await response.write(encode("samples"))
@@ -751,7 +751,7 @@ class BatchClient(Closing):
 
 
 def _refusal(reply: HttpReply) -> Exception:
-    """Return the error for a response with which the controller refuses a request for a batch."""
+    """Return the error for a response of the controller that refuses a request for a batch."""
     status, text = reply.status, reply.text(500).replace("\n", " ")
     if status in {401, 403}:
         return AuthenticationError(f"BatchClient: {text}")

@@ -320,11 +320,11 @@ class RolloutController:
         return self._life.submit_group(work, size, metadata=metadata)
 
     def decline(self, result: RolloutGroup | Rollout) -> None:
-        """Remove a delivered result, which the trainer will not use (for example because all rewards are equal), from the counts.
+        """Remove a delivered result from the counts. Call this if the trainer cannot use it: all rewards may be equal.
 
-        The staleness policy admits a limited number of rollouts until the version rises, and delivered results count. A
-        trainer that cannot use some of them may lack samples for its step, so that the version does not rise. Without
-        this call, the controller would then admit no more rollouts.
+        The staleness policy admits a limited number of rollouts until the version rises, and delivered results count. If a
+        trainer cannot use some of them, it may lack samples for its step. The version then does not rise, and without this
+        call the controller would admit no more rollouts.
 
         Raises:
             RolloutError: the result was not delivered by this process, is not among the 4096 newest results, or
@@ -340,7 +340,7 @@ class RolloutController:
         as a rejection of each answer, so a rollout fails after `RolloutConfig.max_rejections` of them.
 
         Args:
-            reasons: task id of a finished rollout, see `peek` -> reason for logs and errors, for example why the answer
+            reasons: task id of a finished rollout (see `peek`) -> reason, for logs and errors. For example, why the answer
                 could not be scored.
 
         Raises:
@@ -682,7 +682,7 @@ class RolloutController:
     def _engines_changed(self) -> None:
         """Adapt to a change of the routable engines, and set the trainer's version to their newest version.
 
-        An engine with running attempts that is no longer routable gets `engine_grace_s` to become routable again.
+        If an engine with running attempts is no longer routable, it has `engine_grace_s` to become routable again.
         """
         if self._closed:
             return

@@ -76,8 +76,8 @@ def prefixes_of(prompt_ids: Sequence[int]) -> list[int]:
     Equal beginnings have equal hashes. Tokens after `MAX_BLOCKS` blocks are not considered.
     """
     if len(prompt_ids) < BLOCK_TOKENS:
-        # A fast path for the most frequent case. Each hash of a longer prompt covers at least one block, so none must equal
-        # this hash.
+        # A fast path for the most frequent case. This hash need not equal a hash of a longer prompt, because each hash of a
+        # longer prompt covers at least one block.
         return [hash(prompt_ids)]
     hashes: list[int] = []
     newest = 0

@@ -209,7 +209,7 @@ class RankTensors(Closing):
 
         Args:
             batch: shard of this rank.
-            ask: function that lets the holders write: keys and offsets of the tensors, and the memory.
+            ask: function that lets the holders write. Its arguments are the tensors' keys and offsets, and the memory.
 
         Raises:
             TransferFailed: a write failed.

@@ -343,7 +343,7 @@ class RolloutJournal:
             encoded = encode_value("journal: metadata", metadata)
             wanted, least = size.num_wanted, size.min_samples
             if least == size.num_rollouts:
-                # The defaults of `Submitted`, for a shorter line.
+                # Use the defaults of `Submitted`, so that the line is shorter.
                 wanted = least = 0
             self.add(Submitted(tuple(task_ids), group_id, work, encoded, wanted, least))
 

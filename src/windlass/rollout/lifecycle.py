@@ -508,9 +508,9 @@ class Lifecycle:
         self.ready_if_complete(record.group)
 
     def ready_if_complete(self, group: Group) -> None:
-        """If a group is complete, mark it as ready and wake the callers that wait for a ready group.
+        """Mark a group as ready if it is complete, and wake the callers that wait for a ready group.
 
-        Cancel rollouts of the group that are not needed any more, and remove them from the group.
+        Cancel rollouts of the complete group that are not needed any more, and remove them from the group.
         """
         if group.complete():
             extra = [record for record in group.records if record.state is not State.BUFFERED]
@@ -685,7 +685,7 @@ class Lifecycle:
             self._handed_out.popitem(last=False)
 
     def decline(self, task_ids: Sequence[str]) -> None:
-        """Remove one delivered result, which the trainer could not use, from the counts, so that new rollouts are admitted.
+        """Remove one delivered result from the counts, because the trainer could not use it. New rollouts may then start.
 
         `task_ids` are the task ids of a delivered group, or the one id of a single rollout.
 

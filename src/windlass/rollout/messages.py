@@ -259,7 +259,7 @@ class RolloutOutcome(msgspec.Struct, frozen=True, gc=False, kw_only=True, omit_d
             self._check_turns()
 
     def _check_turns(self) -> None:
-        """Check the tokens that turns share with earlier turns, and that a worker therefore does not send again.
+        """Check the tokens that turns share with earlier turns. A worker sends shared tokens only once.
 
         Raises:
             ProtocolError: shared tokens do not exist, or there are more than `MAX_SHARED_TOKENS`.

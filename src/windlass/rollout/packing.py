@@ -73,8 +73,8 @@ def pack(
 
     The function uses as few packs as the greedy rule "longest sample first, into the shortest pack" allows. If there are
     fewer samples than packs, a pack without a sample gets a filler: a copy of the shortest sample with `loss_mask` False,
-    so that every rank takes part in collectives. A group may be split over ranks; compute advantages before. Packs contain
-    only those tensors of samples that have one row per token.
+    so that every rank takes part in collectives. A group may be split over ranks; compute advantages before packing. Packs
+    contain only those tensors of samples that have one row per token.
 
     Args:
         samples: samples of one step.

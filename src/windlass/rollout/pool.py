@@ -173,7 +173,7 @@ class LocalWorker(Worker):
         self._attempts.start(task)
 
     def withdraw(self, task_id: str, attempt: int) -> None:
-        """If an attempt is assigned to this worker, free its slot, cancel it, and record it as ending."""
+        """Cancel an attempt, free its slot, and record it as ending. Ignore an attempt that this worker does not have."""
         if self.release(task_id, attempt):
             self.ending.add(AttemptKey(task_id, attempt))
             self._attempts.cancel(task_id, attempt)
@@ -251,10 +251,10 @@ class RemoteWorker(Worker, Session[WriteTensors, TensorsWritten]):
         self._work.set()
 
     def withdraw(self, task_id: str, attempt: int) -> None:
-        """If an attempt is assigned to this worker, free its slot and cancel the attempt.
+        """Cancel an attempt and free its slot. Ignore an attempt that this worker does not have.
 
-        If its task is still unsent, drop the task. Otherwise record the attempt as ending, and queue its cancellation for
-        the next message to the worker.
+        If the attempt's task is still unsent, drop the task. Otherwise record the attempt as ending, and queue its
+        cancellation for the next message to the worker.
         """
         if self.release(task_id, attempt) and self._outbox.pop(task_id, None) is None:
             self.ending.add(AttemptKey(task_id, attempt))
@@ -582,8 +582,8 @@ class WorkerPool:
                 self._note_answer(session)
                 for outcome in outcomes:
                     session.note_ended(outcome)
-                    # Count references only now. The worker sends an outcome that was not used again, so its tensors must
-                    # not be released before.
+                    # Watch tensors only after the outcomes were used. The worker sends unused outcomes again, so their
+                    # tensors must not be released.
                     if outcome.tensors:
                         self.references.watch(outcome.tensors)
                 self._ends.notify()

@@ -213,7 +213,7 @@ class RewardProcess:
         Raises:
             RewardError: the process ended, or sent no valid frame within `deadline_s`.
         """
-        # A program that the function started may keep the socket open after the process has ended.
+        # Also wait for the end of the process: a program that the function started may keep the socket open longer.
         ended = asyncio.create_task(self._process.wait())
         frame = asyncio.create_task(self._frame())
         try:
@@ -221,7 +221,7 @@ class RewardProcess:
                 (frame, ended), timeout=deadline_s, return_when=asyncio.FIRST_COMPLETED
             )
             if not frame.done() and ended.done():
-                # The last frame of a process that has ended is in the socket's buffer.
+                # The process has ended, but its last frame may still be in the socket's buffer.
                 await asyncio.wait((frame,), timeout=1.0)
             if frame.done() and frame.exception() is None:
                 return frame.result()

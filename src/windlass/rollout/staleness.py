@@ -127,7 +127,7 @@ class StalenessPolicy:
         self.version = max(self.version, version)
 
     def admit(self) -> None:
-        """Count one sample that starts.
+        """Count one more running sample.
 
         Raises:
             RolloutError: the capacity is 0.
@@ -152,7 +152,7 @@ class StalenessPolicy:
         self.running -= 1
 
     def discard(self) -> None:
-        """Remove an accepted sample, which became too old or was cancelled before delivery, from the counts.
+        """Remove an accepted sample from the counts, because it became too old or was cancelled before delivery.
 
         Raises:
             RolloutError: no accepted sample waits for delivery.
@@ -173,7 +173,7 @@ class StalenessPolicy:
         self.consumed += num_samples
 
     def give_back(self, num_samples: int) -> None:
-        """Remove delivered samples, which the trainer could not use, from the counts, so that new samples may start.
+        """Remove delivered samples from the counts, because the trainer could not use them. New samples may then start.
 
         Raises:
             RolloutError: fewer than `num_samples` were delivered.

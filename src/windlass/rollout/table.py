@@ -168,8 +168,8 @@ class Group(msgspec.Struct, eq=False):
     ) -> Group:
         """Create a group with a record for each id; call this in the event loop.
 
-        `give_up` is called with the id of one of the records when the group's future is cancelled. By default, the group
-        needs all its records.
+        `give_up` is called with the id of one of the records when the group's future is cancelled. Without `size`, the
+        group needs all its records.
         """
         future = GroupFuture(task_ids[0], give_up)
         group = cls(group_id, future, size or GroupSize.of(len(task_ids)))

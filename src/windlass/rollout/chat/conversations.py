@@ -71,7 +71,7 @@ class Conversations:
         Raises:
             ConfigError: the chat template refuses the conversation.
         """
-        # In a thread: the rendering of a long conversation would block the event loop.
+        # Render in a thread, because a long conversation would block the event loop.
         return await asyncio.to_thread(self._prompt, tuple(messages), template)
 
     def answered(
@@ -104,7 +104,7 @@ class Conversations:
         """Return a prompt that continues the latest answer in the conversation, or a new prompt; see `prompt`."""
         for digest in reversed(fingerprints(messages, template)):
             if (known := self._answered.get(digest)) is not None:
-                # Render the reasoning of earlier answers too, which clients may drop.
+                # Use the recorded messages: clients may drop the reasoning of earlier answers.
                 whole = (*known.messages, *messages[len(known.messages) :])
                 return self._continued(known, whole, template)
         ids = self._text.encode(self._rendered(messages, template))
@@ -138,10 +138,7 @@ class Conversations:
         return Prompt(known.prompt_ids + ids, messages)
 
     def _after_last(self, known: _Answered, whole: str, template: Template) -> str:
-        """Return the text after an answer, if the template renders the conversation up to the answer as before.
-
-        Return "" if it does not.
-        """
+        """Return the text of `whole` after an answer, or "" if `whole` does not begin with the text up to the answer."""
         last, _ = self._ends_of_answers()
         earlier = self._rendered(known.messages, template, add_generation_prompt=False)
         is_kept = last and earlier.endswith(last) and whole.startswith(earlier)
@@ -171,7 +168,7 @@ class Conversations:
         return after if is_kept and all(part in written for part in parts) else ""
 
     def _ends_of_answers(self) -> tuple[str, str]:
-        """Return the text that the chat template puts after the last answer of a conversation, and after every answer."""
+        """Return two texts of the chat template: after the last answer of a conversation, and after every answer."""
         if self._ends is None:
             question = Message("user", "x")
             ends = []

@@ -392,7 +392,7 @@ def response_call(request: ResponseRequest, policy: Policy, previous: Sequence[M
 
 
 def _num_top(request: CommonRequest, *, logprobs: bool) -> int:
-    """Return `top_logprobs` of a request; raise `ConfigError` if the request does not ask for log-probabilities."""
+    """Return `top_logprobs` of a request; raise `ConfigError` if it is set without a request for log-probabilities."""
     if request.top_logprobs and not logprobs:
         raise ConfigError(
             f"top_logprobs: must be left out without logprobs, got {request.top_logprobs}; add logprobs=true (chat "

@@ -114,7 +114,7 @@ class _Watched:
             self._has_new.clear()
             if new := self.tokens[num_shown:]:
                 num_shown += len(new)
-                # In a thread: the tokenizer has a lock, which a long prompt may hold.
+                # Decode in a thread: another thread may hold the tokenizer's lock for a long prompt.
                 if (delta := await asyncio.to_thread(self.showing.more, new)) is not None:
                     on_delta(delta)
 
@@ -224,6 +224,7 @@ class ChatSession:
 
         Raises:
             AttemptError: the agent sent no request for `idle_s`.
+            RolloutError: the session ended without a reward.
         """
         self._idle_s = idle_s
         try:
@@ -268,7 +269,7 @@ class ChatSession:
     def request(self) -> Iterator[None]:
         """Count a request of the agent while it is read and answered. Its log lines have the task id and the attempt.
 
-        The agent counts as lost only after `idle_s` without a request, so this time starts when the last request ends.
+        The agent counts as lost after `idle_s` without a request. This time starts when the last running request ends.
 
         Raises:
             ApiError: too many requests run.
@@ -354,7 +355,7 @@ class ChatSession:
         try:
             turns = await asyncio.gather(*jobs)
             await asyncio.gather(*shows)
-            # In a thread: the tokenizer has a lock, which a long prompt may hold.
+            # Decode in a thread: another thread may hold the tokenizer's lock for a long prompt.
             found = [
                 await asyncio.to_thread(self._choice, call, turn, each, is_open=is_open)
                 for turn, each in zip(turns, watched, strict=True)
@@ -438,7 +439,7 @@ class ChatSession:
         return msgspec.structs.replace(sampling, max_new_tokens=most, min_new_tokens=least)
 
     def _failed(self, error: RolloutError) -> ApiError:
-        """End the attempt: cancel the block of `running`, which raises `error`. Return the answer to the agent."""
+        """End the attempt: cancel the block of `running`, so that it raises `error`. Return the error for the agent."""
         if self._failure is None:
             self._failure = error
             self.is_open = False
