@@ -23,7 +23,7 @@ import torch
 import windlass
 from windlass.control.engine_agent import EngineAgent
 from windlass.control.group_messages import Receive
-from windlass.control.messages import Command, Result, Verify
+from windlass.control.messages import Abort, Command, Result, Verify
 from windlass.engines.client import EngineClient, EngineWeights
 from windlass.layout.box import Box, chunk
 from windlass.layout.dtypes import DType
@@ -35,6 +35,8 @@ from windlass.transports.base import OneSidedTransport, WriteBatch
 from windlass.transports.registry import create_transport, parse_transport
 
 PER_RUN = 20
+ABORT_S = 60.0
+"""Seconds until an engine on a busy machine carries out an `Abort`, for which the controller does not wait."""
 ROW_PARALLEL = {"down"}
 """Tensors that engines cut along dim 1: strided on both sides."""
 
@@ -103,10 +105,10 @@ def part_of(worker: str, role: Role, index: int, parts: int, scale: int = 1) -> 
 
 
 class FaultyCommands:
-    """Handler that carries out commands and misbehaves once."""
+    """Handler that carries out commands and misbehaves once. `has_aborted` is set when an `Abort` is carried out."""
 
-    def __init__(self, agent: EngineAgent, fault: str) -> None:
-        self.agent, self.fault = agent, fault
+    def __init__(self, agent: EngineAgent, fault: str, has_aborted: threading.Event) -> None:
+        self.agent, self.fault, self.has_aborted = agent, fault, has_aborted
 
     def handle(self, command: Command, *, epoch: int, round_number: int) -> Result:
         if isinstance(command, Receive):
@@ -119,7 +121,10 @@ class FaultyCommands:
                 raise windlass.WindlassError("bucket 0 is told to fail")
         if isinstance(command, Verify) and self.fault.startswith("damage:"):
             damage(Path(self.fault.removeprefix("damage:")), command.version)
-        return self.agent.handle(command, epoch=epoch, round_number=round_number)
+        result = self.agent.handle(command, epoch=epoch, round_number=round_number)
+        if isinstance(command, Abort):
+            self.has_aborted.set()
+        return result
 
 
 def damage(folder: Path, version: int) -> None:
@@ -214,14 +219,15 @@ def run_engine(pipe: Connection, settings: RankSettings) -> None:
     """Serve until the pipe closes.
 
     Each message is answered with: served version, version of all memory, whether the agent reports
-    mixed weights, bytes written to other engines. "clock" is answered with the time of day.
+    mixed weights, bytes written to other engines. "clock" is answered with the time of day, and "aborted" with whether
+    an `Abort` was carried out within `ABORT_S`.
     """
     torch.set_num_threads(1)
     group, fault = settings.group, settings.fault
     part = part_of(
         f"{group}/{settings.index}", Role.ENGINE, settings.index, settings.parts, settings.scale
     )
-    memory = part.empty(settings.device)
+    memory, has_aborted = part.empty(settings.device), threading.Event()
     transport = made_transport(settings, next(iter(memory.values())))
     client = EngineClient(
         EngineWeights(
@@ -235,13 +241,16 @@ def run_engine(pipe: Connection, settings: RankSettings) -> None:
         token=settings.token,
         world_size=settings.parts,
         can_send=settings.can_send,
-        intercept=lambda agent: FaultyCommands(agent, fault),
+        intercept=lambda agent: FaultyCommands(agent, fault, has_aborted),
     )
     with client:
         pipe.send("ready")
         while (message := pipe.recv()) is not None:
             if message == "clock":
                 pipe.send(time.time())
+                continue
+            if message == "aborted":
+                pipe.send(has_aborted.wait(ABORT_S))
                 continue
             found = {name: tensor.cpu().numpy() for name, tensor in memory.items()}
             held, version = "mixed", (int(found["embed"].flat[0]) - 1) // 1_000_000

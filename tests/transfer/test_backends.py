@@ -103,6 +103,8 @@ async def test_damaged_files_are_refused_and_not_applied(tmp_path: Path, mode: U
         await fleet.ready()
         outcome, reason, _ = await fleet.publish(0)
         assert outcome == "RoundAborted", reason
+        # Before the engine has got the end of the round, it reports that its weights may be mixed.
+        assert await fleet.engines["engine"][0].ask("aborted")
         assert await fleet.held("engine") == [(-1, "untouched", False)]
 
 
