@@ -202,6 +202,64 @@ def test_a_job_continues_with_the_tasks_of_its_journal(
     # The recipe has a prompt for each group of the 12 steps.
     assert sorted(kept + after) == [*range(1, 25)]
     assert {*lost} <= {*after}
+    # The second run submits no rollout so early that its answer becomes too old.
+    journal = (tmp_path / "journal").read_text()
+    assert not re.findall(r'"resubmitted","task_id":"\w+\.1-\d+"', journal)
+
+
+KILLED_BEFORE_THE_JOURNAL = """
+import os, shutil, signal, sys
+
+def kill(event, arguments):
+    if event == "os.rename" and str(arguments[1]).endswith("/6/job.json"):
+        shutil.copy(*arguments[:2])
+        os.kill(os.getpid(), signal.SIGKILL)
+
+sys.addaudithook(kill)
+"""
+
+
+def killed_after(recipe: str, step: int) -> str:
+    printed = 'print("AFTER"'
+    assert printed in recipe
+    return "import os\n" + recipe.replace(
+        printed, f"step == {step} and os.kill(os.getpid(), 9); {printed}"
+    )
+
+
+def test_a_job_that_is_killed_three_times_trains_each_prompt_once(tmp_path: Path) -> None:
+    """Kill the job before its first checkpoint, between the record of a checkpoint and the journal, and between checkpoints."""
+    script = tmp_path / "padded.py"
+    script.write_text(PADDED.format(example=str(EXAMPLE / "trainer.py")))
+    job = write_job(
+        tmp_path,
+        COUNTING,
+        top='steps = 12\nresume = "auto"',
+        trainer="save_every = 3",
+        rollout=f'journal = "{tmp_path}/journal"\nacknowledge = true',
+        script=script,
+    )
+    path = tmp_path / "recipe.py"
+    recipe = path.read_text()
+    recipes = [
+        killed_after(recipe, 1),
+        KILLED_BEFORE_THE_JOURNAL + recipe,
+        killed_after(recipe, 9),
+        recipe,
+    ]
+    printed = ""
+    trained: list[list[list[int]]] = []
+    for number, (text, first_step) in enumerate(zip(recipes, (0, 0, 6, 9), strict=True)):
+        path.write_text(text)
+        status, printed = launch(job)
+        assert status == (0 if text is recipe else -signal.SIGKILL), (number, printed)
+        found = [line.split()[-2] for line in lines(printed, "continues from")]
+        assert found == ([str(first_step)] if first_step else []), (number, printed)
+        trained.append([numbers(line) for line in lines(printed, "TRAIN ")])
+    assert lines(printed, "ENDED ")[0].startswith("12 "), printed
+    # The last weights contain the steps before the checkpoint from which the next run continues.
+    kept = [*trained[1][:6], *trained[2][:3], *trained[3]]
+    assert sorted(n for step in kept for n in step) == [*range(1, 25)]
 
 
 EVALUATING = """

@@ -20,7 +20,7 @@ from windlass.sampling import SamplingParams
 SAMPLING = SamplingParams(max_new_tokens=1)
 EVENTS = st.lists(
     st.sampled_from(
-        ["admit", "accept", "release", "discard", "consume", "back", "version", "skip"]
+        ["admit", "accept", "release", "discard", "consume", "back", "version", "skip", "again"]
     ),
     max_size=200,
 )
@@ -37,6 +37,12 @@ def test_rollouts_never_run_further_ahead_than_the_bound(
     events: list[str], max_staleness: int, batch_size: int, max_concurrent: int, start_version: int
 ) -> None:
     policy = StalenessPolicy(max_staleness, batch_size, max_concurrent, start_version)
+
+    def publish_again() -> None:
+        policy.count_from(policy.version + 1)
+        policy.set_version(policy.version + 1)
+        assert policy.start_version == policy.version
+
     actions: dict[str, Callable[[], None]] = {
         "admit": policy.admit,
         "accept": policy.accept,
@@ -46,6 +52,7 @@ def test_rollouts_never_run_further_ahead_than_the_bound(
         "back": lambda: policy.give_back(batch_size),
         "version": lambda: policy.set_version(policy.version + 1),
         "skip": lambda: policy.set_version(policy.version + 7),
+        "again": publish_again,
     }
     for event in events:
         before = (policy.running, policy.accepted, policy.consumed, policy.version)
@@ -57,8 +64,10 @@ def test_rollouts_never_run_further_ahead_than_the_bound(
         assert 0 <= policy.running <= max_concurrent
         assert 0 <= policy.consumed <= policy.accepted
         assert ahead <= (max_staleness + 1) * batch_size
-        elapsed = policy.version - start_version
-        assert policy.accepted + policy.running <= (max_staleness + elapsed + 1) * batch_size
+        elapsed = policy.version - policy.start_version
+        limit = policy.start_consumed + (max_staleness + elapsed + 1) * batch_size
+        assert policy.accepted + policy.running <= limit
+        assert policy.start_consumed <= policy.consumed
         assert 0 <= policy.capacity() <= (max_staleness + 1) * batch_size - ahead
 
 
@@ -74,6 +83,27 @@ def test_a_jump_of_the_version_opens_no_unused_room() -> None:
         policy.admit()
     policy.set_version(100)
     assert policy.capacity() == 0
+
+
+def test_a_version_without_a_step_admits_no_batch_too_early() -> None:
+    """A job continues from a checkpoint of 4 steps, and its journal has version 5."""
+    policy = StalenessPolicy(1, 4, 1000)
+    policy.restore(start_version=0, version=5, running=0, accepted=16, consumed=16)
+    policy.count_from(6)
+    policy.set_version(6)
+    assert policy.capacity() == 8
+    for _ in range(8):
+        policy.admit()
+        policy.accept()
+    for version in range(7, 12):
+        # A step trains one batch, and the next batch waits. A third batch of the same version would wait for two steps.
+        policy.consume(4)
+        assert policy.capacity() == 0
+        policy.set_version(version)
+        assert policy.capacity() == 4
+        for _ in range(4):
+            policy.admit()
+            policy.accept()
 
 
 def test_the_oldest_token_decides_the_age() -> None:

@@ -133,6 +133,8 @@ class Checkpoint(msgspec.Struct, frozen=True, kw_only=True):
             Tasks in the journal of rollouts are not repeated here.
         journal: id of the journal of rollouts; empty for none.
         num_groups: number of groups that were submitted with the journal before the checkpoint.
+        trained: one rollout id of each group that was trained on since the previous checkpoint. If the job was killed
+            before it removed these groups from the journal, the job that continues removes them.
     """
 
     steps: int
@@ -141,6 +143,7 @@ class Checkpoint(msgspec.Struct, frozen=True, kw_only=True):
     tasks: bytes = b""
     journal: str = ""
     num_groups: int = 0
+    trained: tuple[str, ...] = ()
 
 
 def read_checkpoint(folder: str) -> Checkpoint:

@@ -62,6 +62,7 @@ from windlass.jobs.recipe import (
     Task,
     decode_tasks,
     encode_tasks,
+    has_position,
     load_recipe,
     recipe_code,
     tasks_of,
@@ -303,12 +304,19 @@ class Job:
         self._newest = start
         """Folder and checkpoint that the ranks start from; None if they start with their initial weights."""
         self._first_steps = start[1].steps if start else 0
-        self._recipe_state = b""
+        self._recipe_state = start[1].recipe if start else b""
         """State of the recipe after the newest task that it has yielded."""
+        self._again = decode_tasks(start[1].tasks) if start else []
+        """Tasks of the checkpoint at the start that the job has not submitted again yet."""
+        self._num_skipped = 0
+        """Number of next tasks that the job does not submit, because the journal of rollouts has them."""
         self._drawn: Task | None = None
         """Task that the recipe has yielded and that waits until the staleness bound admits it."""
-        self._open: dict[int, tuple[Task, GroupHandle]] = {}
-        """Group id -> task and handle, for submitted groups that are not yet trained on, declined or failed."""
+        self._open: dict[int, tuple[Task | None, GroupHandle]] = {}
+        """Group id -> task and handle, for submitted groups that are not yet trained on, declined or failed.
+
+        The task of a group from the journal is None.
+        """
         self._trained: list[str] = []
         """One rollout id of each group that was trained on since the newest checkpoint."""
         trainer, rollout = config.trainer, config.rollout
@@ -682,13 +690,14 @@ class Job:
         config = self._config
         producer: asyncio.Task[None] | None = None
         try:
+            self._take_over_journal()
             await self._start()
             self._progress.begin(
                 "planning, binding and publishing the first version",
                 config.trainer.publish_deadline_s,
             )
             async with self._in_step:
-                await self._publish()
+                await self._publish_loaded()
             self._progress.end()
             producer = asyncio.create_task(self._produce())
             while self._steps < config.steps:
@@ -800,16 +809,10 @@ class Job:
             folder, checkpoint = self._newest
             await self._trainers.load(str(folder), deadline_s=deadline_s)
             self._steps = checkpoint.steps
-            self.version = max(self.version, checkpoint.version - 1, self._journalled_version())
+            self.version = max(self.version, checkpoint.version - 1)
             self._notify(f"continues from {folder}, after {counted(self._steps, 'step')}")
-
-    def _journalled_version(self) -> int:
-        """Return the newest version in the journal of rollouts; -1 if the journal contained no groups at the start.
-
-        The first version that the job publishes must be greater than this version.
-        """
-        rollouts = self.controller.rollouts
-        return rollouts.stats().version if rollouts.recovered.groups else -1
+        # Tokens of the next version would count as too old if the journal had a newer version.
+        self.version = max(self.version, self.controller.rollouts.recovered.version)
 
     async def _start_again(self, error: TrainerError) -> None:
         """Start the ranks again from the newest checkpoint after the ranks have failed with `error`.
@@ -836,10 +839,15 @@ class Job:
                 with self._waiting_for(lambda: "the trainer ranks to start again"):
                     await self._start_ranks()
                 async with self._in_step:
-                    return await self._publish()
+                    return await self._publish_loaded()
             except TrainerError as again:
                 error = again
         raise error
+
+    async def _publish_loaded(self) -> None:
+        """Publish the weights that the ranks have after their start, without a training step since the last version."""
+        self.controller.rollouts.count_from(self.version + 1)
+        await self._publish()
 
     async def _publish(self) -> None:
         """Publish the weights of the ranks as the next version; see `TrainController.publish`."""
@@ -872,12 +880,15 @@ class Job:
         # next checkpoint.
         state, tasks, trained = self._recipe_state, self._open_tasks(), self._trained
         journal, num_groups = self._journal_position()
+        # Tasks that the job still has to skip come after the recipe's state.
+        num_groups -= self._num_skipped
         self._trained = []
         with self._waiting_for(lambda: f"the trainer ranks: checkpoint {self._steps}"):
             await self._trainers.save(str(folder), deadline_s=self._config.trainer.step_deadline_s)
         checkpoint = Checkpoint(
             steps=self._steps, version=self.version, recipe=state, tasks=tasks if state else b"",
             journal=journal, num_groups=num_groups,
+            trained=tuple(trained) if self._config.rollout.acknowledge else (),
         )  # fmt: skip
         self._newest = self._output.save_record(checkpoint), checkpoint
         self._restarts_since_checkpoint = 0
@@ -898,10 +909,10 @@ class Job:
         """
         if not self._recipe_state:
             return b""
-        tasks = [] if self._has_journal else [task for task, _ in self._open.values()]
-        tasks += [] if self._drawn is None else [self._drawn]
+        known = [] if self._has_journal else [task for task, _ in self._open.values()]
+        tasks = (*known, self._drawn, *self._again)
         try:
-            return encode_tasks(tasks)
+            return encode_tasks([task for task in tasks if task is not None])
         except ConfigError as error:
             _log.warning("the checkpoint lacks the tasks that were not trained on: %s", error)
             return b""
@@ -1022,34 +1033,46 @@ class Job:
         self._output.add_metrics({"step": self._steps, "version": version, **found}, EVALUATIONS)
         self._logs.add("evaluation", self._steps, found)
 
+    def _take_over_journal(self) -> None:
+        """Continue the groups that an earlier process has left in the journal of rollouts.
+
+        - Remove groups that the checkpoint was trained on.
+        - Count the tasks to skip: the earlier process submitted them after it had saved the checkpoint.
+        - Without a checkpoint, a recipe with a position begins from its first task. So cancel the groups, because the recipe
+          yields their tasks again.
+
+        Raises:
+            RolloutError: the journal cannot be written.
+        """
+        rollouts, checkpoint = self.controller.rollouts, self._newest[1] if self._newest else None
+        journal, num_groups = self._journal_position()
+        if checkpoint is not None:
+            rollouts.acknowledge(checkpoint.trained)
+            if checkpoint.recipe and journal == checkpoint.journal:
+                # After a power cut, the journal may lack groups of the time before the checkpoint.
+                self._num_skipped = max(num_groups - checkpoint.num_groups, 0)
+        for group_id, handle in rollouts.recovered.groups.items():
+            if checkpoint is None and has_position(self._recipe):
+                handle.cancel()
+            if not handle.done():
+                self._open[group_id] = None, handle
+                handle.add_done_callback(partial(self._group_ended, group_id))
+
     async def _produce(self) -> None:
         """Submit the recipe's tasks one by one, each as soon as the staleness bound admits it, until the tasks end.
 
-        After a start from a checkpoint, first restore the recipe's state and submit the checkpoint's tasks. Skip the
-        tasks that an earlier process submitted after it had saved the checkpoint: the journal of rollouts has them.
+        After a start from a checkpoint, first restore the recipe's state and submit the checkpoint's tasks.
         """
-        deadline_s, num_skipped = room_deadline_s(self._config), 0
-
-        async def submit(task: Task) -> None:
-            nonlocal num_skipped
-            if num_skipped:
-                num_skipped -= 1
-            else:
-                await self._submit(task, deadline_s)
-
-        if self._newest is not None and (checkpoint := self._newest[1]).recipe:
-            journal, num_groups = self._journal_position()
-            if journal and journal == checkpoint.journal:
-                num_skipped = num_groups - checkpoint.num_groups
-            state = msgspec.msgpack.decode(checkpoint.recipe)
+        deadline_s = room_deadline_s(self._config)
+        if self._recipe_state:
+            state = msgspec.msgpack.decode(self._recipe_state)
             await self._task_calls.call("load", lambda: self._recipe.load(state))
-            self._recipe_state = checkpoint.recipe
-            for task in decode_tasks(checkpoint.tasks):
-                await submit(task)
+        while self._again:
+            await self._submit(self._again.pop(0), deadline_s)
         tasks = tasks_of(self._recipe)
         while (drawn := await self._next_task(tasks)) is not None:
             task, self._recipe_state = drawn
-            await submit(task)
+            await self._submit(task, deadline_s)
 
     async def _next_task(self, tasks: Iterator[tuple[Task, bytes]]) -> tuple[Task, bytes] | None:
         """Return the recipe's next task and the encoded state of the recipe after this task; None after the last task.
@@ -1065,10 +1088,15 @@ class Job:
     async def _submit(self, task: Task, deadline_s: float) -> None:
         """Wait until the staleness bound admits a task, submit the task as one group, and record the group as open.
 
+        Do nothing for a task that the job has to skip.
+
         Raises:
             ConfigError: no worker knows the task's workflow.
             PeerTimeout: the staleness bound did not admit the task within `deadline_s`.
         """
+        if self._num_skipped:
+            self._num_skipped -= 1
+            return
         rollout, rollouts = self._config.rollout, self.controller.rollouts
         if unknown := rollouts.refusal(task.workflow):
             raise ConfigError(f"recipe: tasks: {unknown}")

@@ -306,6 +306,11 @@ def rewards_differ(samples: Sequence[TrainingSample]) -> bool:
     return len({sample.reward for sample in samples}) > 1
 
 
+def has_position(recipe: Recipe) -> bool:
+    """Return whether the recipe keeps its position in its tasks, see `Recipe.state`."""
+    return type(recipe).state is not Recipe.state
+
+
 def has_filters(recipe: Recipe) -> bool:
     """Return whether the recipe has a filter before rewards."""
     kind = type(recipe)

@@ -612,6 +612,13 @@ class RolloutController:
             self._choice.forget()
         self._life.set_version(version)
 
+    def count_from(self, version: int) -> None:
+        """Prepare for a version that the trainer publishes without a training step, after a start from a checkpoint.
+
+        Call this before each such version, so that rollouts are not admitted too early for later steps.
+        """
+        self._policy.count_from(version)
+
     def on_change(self, listener: Callable[[], None]) -> None:
         """Call `listener` in the event loop after rollouts began, ended or were discarded.
 

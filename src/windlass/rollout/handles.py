@@ -266,9 +266,11 @@ class Recovered:
     The journal stores `metadata` as msgpack, so tuples in `metadata` have become lists.
 
     Attributes:
+        version: newest version in the journal, also of a token; -1 if the journal has no version, or if there is no journal.
         rollouts: task id -> handle of a rollout that was submitted alone.
         groups: group id -> handle of a group.
     """
 
+    version: int = -1
     rollouts: dict[str, RolloutHandle] = field(default_factory=dict)
     groups: dict[int, GroupHandle] = field(default_factory=dict)

@@ -144,7 +144,10 @@ class Lifecycle:
         self._next_group, self.first_attempt = started.run << 32, started.run << 20
         self.num_groups = started.num_groups
         groups = self._restore(persisted)
-        recovered = Recovered()
+        outcomes = [task.outcome for task in persisted.tasks.values() if task.outcome is not None]
+        # An engine may have served a version shortly before the journal recorded the version.
+        newest = [version for outcome in outcomes for version in outcome.versions()]
+        recovered = Recovered(max([started.version, *newest]))
         for group in groups:
             if group.is_single:
                 recovered.rollouts[group.records[0].task_id] = self._single_handle(group)

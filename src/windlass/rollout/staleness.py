@@ -5,6 +5,10 @@ running or accepted. A second bound allows at most max_staleness + 1 batches tha
 Without the second bound, a restarted controller without its old counts would admit more than 50 batches at once if the
 engines serve version 50.
 
+The first bound assumes one batch for each version. A trainer that restarts from a checkpoint publishes a version without
+a batch, so the caller must start the count again (`count_from`). Otherwise each such version admits one batch too early
+for ever. Such a batch waits for two steps, and is then too old.
+
 These bounds do not limit the age of a sample, because the version may rise several times while a slow rollout runs.
 Therefore the controller checks a sample's oldest token again before it delivers the sample, and `OnStale` decides what
 happens to a sample that is too old.
@@ -45,13 +49,14 @@ class StalenessPolicy:
             oldest token.
         batch_size: number of samples (not groups) in one training batch.
         max_concurrent: largest number of samples that run at a time.
-        start_version: version at which the counts are zero.
+        start_version: version from which the first bound counts batches.
         version: version of the trainer.
         on_stale: treatment of an answer that is too old.
         max_resubmits: with `OnStale.RESUBMIT`, largest number of times that one rollout is generated again.
         running: samples that were admitted and have not ended.
         accepted: samples that ended with tokens.
         consumed: accepted samples that were delivered to the trainer.
+        start_consumed: part of `consumed` that `start_version` contains; 0 unless `count_from` was called.
     """
 
     max_staleness: int
@@ -62,6 +67,7 @@ class StalenessPolicy:
     running: int = field(default=0, init=False)
     accepted: int = field(default=0, init=False)
     consumed: int = field(default=0, init=False)
+    start_consumed: int = field(default=0, init=False)
     on_stale: OnStale = OnStale.RESUBMIT
     max_resubmits: int = 3
 
@@ -101,7 +107,8 @@ class StalenessPolicy:
 
     def capacity(self) -> int:
         """Return the number of samples that may be admitted now; never negative."""
-        by_version = (self.max_staleness + self.version - self.start_version + 1) * self.batch_size
+        num_batches = self.max_staleness + self.version - self.start_version + 1
+        by_version = self.start_consumed + num_batches * self.batch_size
         ahead = self.accepted - self.consumed + self.running
         return max(
             0,
@@ -125,6 +132,13 @@ class StalenessPolicy:
     def set_version(self, version: int) -> None:
         """Set the trainer's version; a version below the current one is ignored."""
         self.version = max(self.version, version)
+
+    def count_from(self, version: int) -> None:
+        """Count the batches of the first bound from `version`, which the trainer publishes without a training step.
+
+        At this version, as many samples may be admitted as at the beginning, in addition to the consumed ones.
+        """
+        self.start_version, self.start_consumed = version, self.consumed
 
     def admit(self) -> None:
         """Count one more running sample.
@@ -184,3 +198,4 @@ class StalenessPolicy:
             )
         self.consumed -= num_samples
         self.accepted -= num_samples
+        self.start_consumed = min(self.start_consumed, self.consumed)
