@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack
 from pathlib import Path
 from typing import Any
@@ -13,8 +13,8 @@ import aiohttp
 import msgspec
 import pytest
 import transformers
-from agent_checkpoint import ANSWER, CALL, END, TOOL, write_agent_checkpoint
-from chat_fleet import QUESTION, TOKEN, Client, serving, tool_loop
+from agent_checkpoint import ANSWER, CALL, END, TOOL
+from chat_fleet import QUESTION, TOKEN, Client, tool_loop
 from fake_engine import FakeEngine
 
 from windlass.errors import ConfigError
@@ -37,17 +37,6 @@ from windlass.rollout.text import ModelText
 
 SAMPLING = SamplingParams(max_new_tokens=32)
 WITHIN_S = 60.0
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_agent_checkpoint(tmp_path_factory.mktemp("model"))
-
-
-@pytest.fixture(scope="module")
-def engine(folder: Path) -> Iterator[str]:
-    with serving(folder) as (url, _):
-        yield url
 
 
 @pytest.fixture(scope="module")

@@ -8,7 +8,7 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import AsyncExitStack
 from pathlib import Path
 from typing import Any
@@ -16,7 +16,7 @@ from typing import Any
 import aiohttp
 import pytest
 import transformers
-from agent_checkpoint import ANSWER, CALL, END, write_agent_checkpoint
+from agent_checkpoint import ANSWER, CALL, END
 from chat_fleet import QUESTION, TOKEN, Client, serving, tool_loop
 from fake_engine import FakeEngine
 
@@ -48,17 +48,6 @@ SAMPLING = SamplingParams(max_new_tokens=32)
 WITHIN_S = 90.0
 ROOT = Path(__file__).resolve().parents[2]
 AGENT_TOKEN = role_token(TOKEN, Access.AGENT)
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_agent_checkpoint(tmp_path_factory.mktemp("model"))
-
-
-@pytest.fixture(scope="module")
-def engine(folder: Path) -> Iterator[str]:
-    with serving(folder) as (url, _):
-        yield url
 
 
 class Rig:

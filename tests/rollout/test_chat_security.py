@@ -12,7 +12,6 @@ from urllib.parse import urlsplit
 
 import aiohttp
 import pytest
-from agent_checkpoint import write_agent_checkpoint
 from chat_fleet import QUESTION, TOKEN, Client
 from fake_engine import FakeEngine
 
@@ -31,11 +30,6 @@ from windlass.rollout.chat import session as session_module
 
 BODY = {"messages": [QUESTION], "max_tokens": 2}
 WITHIN_S = 60.0
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_agent_checkpoint(tmp_path_factory.mktemp("model"))
 
 
 class Rig:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import urllib.request
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack
 from pathlib import Path
 from typing import Any
@@ -14,7 +14,7 @@ import aiohttp
 import openai
 import pytest
 from agent_checkpoint import CALL, TOOL, write_agent_checkpoint
-from chat_fleet import QUESTION, TOKEN, Client, post, serving, set_version
+from chat_fleet import QUESTION, TOKEN, Client, post, set_version
 from fake_engine import FakeEngine
 
 from windlass.rollout import (
@@ -45,12 +45,6 @@ LONG = SamplingParams(max_new_tokens=1500, ignore_eos=True)
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_agent_checkpoint(tmp_path_factory.mktemp("model"), call=THOUGHTS)
-
-
-@pytest.fixture(scope="module")
-def engine(folder: Path) -> Iterator[str]:
-    with serving(folder) as (url, _):
-        yield url
 
 
 class Rig:
