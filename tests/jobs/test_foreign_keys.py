@@ -11,7 +11,7 @@ import pytest
 from msgspec import inspect
 
 from windlass.jobs.config import LaunchConfig, read_job
-from windlass.jobs.foreign_keys import TRL, VERL, translated
+from windlass.jobs.foreign_keys import REASONS, TRL, VERL, translated
 from windlass.jobs.training import TrainingSection
 from windlass.sampling import SamplingParams
 from windlass.training.settings import LOSSES, LossConfig
@@ -45,12 +45,18 @@ def test_translations_name_settings_that_a_job_has(names: Mapping[str, str]) -> 
             assert path in known, key
 
 
+def test_each_name_without_a_counterpart_has_a_reason() -> None:
+    without = {key for names in (TRL, VERL) for key, ours in names.items() if not ours}
+    assert without == set(REASONS)
+
+
 @pytest.mark.parametrize(
     ("line", "said"),
     [
         ("kl_coefficient = 0.001", "training.beta is not a known key: TRL's beta is training.kl_coefficient here"),
         ("samples_per_group = 8", "rollout.num_generations is not a known key: TRL's num_generations is rollout.samples"),
-        ("warmup_steps = 2", "training.ppo_epochs is not a known key: verl's ppo_epochs has no counterpart here"),
+        ("warmup_steps = 2", "training.ppo_epochs is not a known key: verl's ppo_epochs has no counterpart here; the trainer"),
+        ("warmup_steps = 2", "training.lr_scheduler_type is not a known key: TRL's lr_scheduler_type has no counterpart here; the learning rate stays"),
     ],
 )  # fmt: skip
 def test_error_about_a_key_of_trl_or_verl_names_ours(tmp_path: Path, line: str, said: str) -> None:
