@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import os
+import shutil
+import sqlite3
 import subprocess
 import sys
 from collections import Counter
@@ -13,6 +16,7 @@ from pathlib import Path
 
 import msgspec
 import pytest
+from demo_checkpoint import write_checkpoint
 from small_job import EXAMPLE, launch, write_job
 
 from windlass.errors import ConfigError
@@ -23,6 +27,7 @@ from windlass.net.sockets import open_http
 from windlass.rollout import SamplingParams, TrainingSample
 from windlass.rollout.generate import generate
 from windlass.rollout.messages import EngineTarget, RolloutTask
+from windlass.rollout.text import load_text
 
 TOKEN = "secret of the test"
 GREEDY = SamplingParams(max_new_tokens=6, temperature=0.0, ignore_eos=True)
@@ -96,6 +101,36 @@ def test_command_shows_versions_rewards_and_tokens(tmp_path: Path) -> None:
     assert [each["reward"] for each in found["samples"]] == [0.0, 1.25]
     refused = audit(tmp_path, "--version", "4", "--sample", "2")
     assert (refused.returncode, "--sample must be in [0, 2), got 2" in refused.stderr) == (2, True)
+
+
+def test_command_shows_the_text_of_tokens_if_the_job_has_a_tokenizer(tmp_path: Path) -> None:
+    folder = write_checkpoint(tmp_path / "tokenizer")
+    text = load_text(str(folder))
+    answer = text.encode("7 + 4")
+    made = msgspec.structs.replace(
+        sample(1, 2),
+        prompt_ids=text.encode("3 + 4"),
+        output_ids=answer,
+        logprobs=(-0.5,) * len(answer),
+        versions=(2,) * len(answer),
+        loss_mask=(True,) * len(answer),
+    )
+    AuditRecord(tmp_path / AUDIT, SAMPLED, str(folder)).add(4, 3, [made], {})
+    shown = audit(tmp_path, "--version", "4", "--sample", "0").stdout.splitlines()[2:]
+    assert shown[1:4] == [
+        "prompt text '3 + 4'",
+        "output text '7 + 4'",
+        "  token  logprob  version  trained  text",
+    ]
+    assert shown[4:] == [f"{token:>7}  -0.5  2  yes  {text.decode([token])!r}" for token in answer]
+    shutil.rmtree(folder)
+    without = audit(tmp_path, "--version", "4", "--sample", "0")
+    assert without.stdout.splitlines()[3] == "  token  logprob  version  trained"
+    assert "the tokens are shown without their text: tokenizer: must be" in without.stderr
+    # Files of older releases have no such table.
+    with contextlib.closing(sqlite3.connect(tmp_path / AUDIT)) as connection, connection:
+        connection.execute("DROP TABLE tokenizers")
+    assert read_audit(tmp_path / AUDIT, 4).tokenizer == ""
 
 
 def test_job_records_every_sample_that_it_trained_on(tmp_path: Path) -> None:

@@ -9,6 +9,8 @@ import transformers
 from demo_checkpoint import write_checkpoint
 from launched_jobs import EXAMPLE, launched, write
 
+from windlass.jobs.audit import AUDIT, read_audit
+
 TEMPLATE = "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}<assistant>"
 RECIPE = """
 import itertools
@@ -33,7 +35,7 @@ def test_a_job_trains_and_evaluates_on_messages_and_text(tmp_path: Path) -> None
     job = write(tmp_path, recipe=RECIPE, steps=2, rollout=f'tokenizer = "{folder}"')
     text = job.read_text().replace(f"{EXAMPLE}/model.json", f"{tmp_path}/model.json")
     job.write_text(text.replace('"--max-positions", "32"', '"--max-positions", "64"'))
-    job.write_text(f"{job.read_text()}\n[evaluation]\nevery = 2\n")
+    job.write_text(f"audit = true\n{job.read_text()}\n[evaluation]\nevery = 2\n")
     with launched(job) as running:
         assert running.end() == 0, running.text
     assert "loading the tokenizer, while engines start\n" in running.text, running.text
@@ -42,3 +44,5 @@ def test_a_job_trains_and_evaluates_on_messages_and_text(tmp_path: Path) -> None
     assert f"step 2: reward {rendered:.4f}, 4 samples" in running.text, running.text
     (line,) = (tmp_path / "out/evaluations.jsonl").read_text().splitlines()
     assert json.loads(line)["reward"] == (rendered + plain) / 2
+    # `windlass audit` shows text by this tokenizer.
+    assert read_audit(tmp_path / "out" / AUDIT, 1).tokenizer == str(folder.resolve())

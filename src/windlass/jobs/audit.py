@@ -29,6 +29,7 @@ CREATE TABLE IF NOT EXISTS versions (
 CREATE TABLE IF NOT EXISTS samples (
     version INTEGER, number INTEGER, seed INTEGER, content BLOB, PRIMARY KEY (version, number)
 );
+CREATE TABLE IF NOT EXISTS tokenizers (version INTEGER PRIMARY KEY, folder TEXT);
 """
 
 
@@ -43,6 +44,7 @@ class AuditedVersion(msgspec.Struct, frozen=True, kw_only=True):
         is_published: whether the job has published the version.
         samples: samples of the step, without their tensors. Each has the version of every token.
         seeds: seed of each sample's rollout; None if the rollout had none.
+        tokenizer: folder of the job's tokenizer; empty if the job had none.
     """
 
     version: int
@@ -52,6 +54,7 @@ class AuditedVersion(msgspec.Struct, frozen=True, kw_only=True):
     is_published: bool
     samples: tuple[TrainingSample, ...]
     seeds: tuple[int | None, ...]
+    tokenizer: str = ""
 
 
 @contextlib.contextmanager
@@ -72,10 +75,12 @@ class AuditRecord:
     Args:
         path: the file; created if it is missing.
         sampling: sampling parameters of the job.
+        tokenizer: folder of the job's tokenizer; empty for none.
     """
 
-    def __init__(self, path: Path, sampling: SamplingParams) -> None:
+    def __init__(self, path: Path, sampling: SamplingParams, tokenizer: str = "") -> None:
         self._path, self._sampling = path, msgspec.json.encode(sampling).decode()
+        self._tokenizer = str(Path(tokenizer).resolve()) if tokenizer else ""
 
     def add(
         self,
@@ -102,6 +107,9 @@ class AuditRecord:
             connection.execute(
                 "INSERT OR REPLACE INTO versions VALUES (?, ?, ?, ?, 0)",
                 (version, step, time.time(), self._sampling),
+            )
+            connection.execute(
+                "INSERT OR REPLACE INTO tokenizers VALUES (?, ?)", (version, self._tokenizer)
             )
             connection.executemany("INSERT INTO samples VALUES (?, ?, ?, ?)", rows)
 
@@ -143,6 +151,7 @@ def read_audit(path: Path, version: int) -> AuditedVersion:
                 raise ConfigError(
                     f"audit: version must be a trained version in {path} ({bounds[0]} to {bounds[1]}), got {version}"
                 )
+            tokenizer = _tokenizer_of(connection, version)
             rows = connection.execute(
                 "SELECT seed, content FROM samples WHERE version = ? ORDER BY number", (version,)
             ).fetchall()
@@ -157,6 +166,17 @@ def read_audit(path: Path, version: int) -> AuditedVersion:
                 for _, content in rows
             ),
             seeds=tuple(seed for seed, _ in rows),
+            tokenizer=tokenizer,
         )
     except (sqlite3.Error, zlib.error, *DECODE_ERRORS) as error:
         raise ConfigError(f"audit: {path} cannot be read: {error}") from error
+
+
+def _tokenizer_of(connection: sqlite3.Connection, version: int) -> str:
+    """Return the folder of the tokenizer of a version's step; empty for none, and in files that older releases wrote."""
+    known = "SELECT 1 FROM sqlite_master WHERE name = 'tokenizers'"
+    if connection.execute(known).fetchone() is None:
+        return ""
+    found = "SELECT folder FROM tokenizers WHERE version = ?"
+    row = connection.execute(found, (version,)).fetchone()
+    return "" if row is None else str(row[0])

@@ -299,7 +299,9 @@ class Job:
         self._scheduler, self._notify, self._progress = scheduler, notify, progress
         self._token, self._scorer = token, scorer
         self._audit_record = (
-            AuditRecord(output_dir / AUDIT, config.rollout.sampling) if config.audit else None
+            AuditRecord(output_dir / AUDIT, config.rollout.sampling, config.rollout.tokenizer)
+            if config.audit
+            else None
         )
         self._newest = start
         """Folder and checkpoint that the ranks start from; None if they start with their initial weights."""

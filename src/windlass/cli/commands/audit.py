@@ -20,6 +20,7 @@ from windlass.net.access import Access, role_token
 from windlass.net.addresses import check_url
 from windlass.net.sockets import open_http
 from windlass.rollout.messages import TrainingSample
+from windlass.rollout.text import TextCodec, load_text
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -73,8 +74,19 @@ def run(args: argparse.Namespace) -> int:
         if args.sample in {None, number}:
             print(_line(number, sample, audited.seeds[number]))
     if args.sample is not None:
-        print(_tokens(samples[args.sample]))
+        print(_tokens(samples[args.sample], _tokenizer_of(audited)))
     return 0
+
+
+def _tokenizer_of(audited: AuditedVersion) -> TextCodec | None:
+    """Return the tokenizer of the job; None if the job had none, or if it cannot be loaded, with the reason on stderr."""
+    if not audited.tokenizer:
+        return None
+    try:
+        return load_text(audited.tokenizer)
+    except ConfigError as error:
+        print(f"audit: the tokens are shown without their text: {error}", file=sys.stderr)
+        return None
 
 
 async def _replay(url: str, number: int, audited: AuditedVersion) -> Replay:
@@ -111,18 +123,26 @@ def _line(number: int, sample: TrainingSample, seed: int | None) -> str:
     )
 
 
-def _tokens(sample: TrainingSample) -> str:
-    """Return the prompt, and one line per output token."""
+def _tokens(sample: TrainingSample, tokenizer: TextCodec | None) -> str:
+    """Return the prompt, and one line per output token, with their text if there is a tokenizer. Special tokens have no text."""
     rows = zip(sample.output_ids, sample.logprobs, sample.versions, sample.loss_mask, strict=True)
     lines = [
-        f"prompt {' '.join(map(str, sample.prompt_ids))}",
-        "  token  logprob  version  trained",
-    ]
-    lines += [
         f"{token:>7}  {logprob:.6g}  {version if version >= 0 else '-'}  {'yes' if used else 'no'}"
         for token, logprob, version, used in rows
     ]
-    return "\n".join(lines)
+    head, prompt = "  token  logprob  version  trained", " ".join(map(str, sample.prompt_ids))
+    if tokenizer is None:
+        return "\n".join((f"prompt {prompt}", head, *lines))
+    texts = [repr(tokenizer.decode([token])) for token in sample.output_ids]
+    return "\n".join(
+        (
+            f"prompt {prompt}",
+            f"prompt text {tokenizer.decode(sample.prompt_ids)!r}",
+            f"output text {tokenizer.decode(sample.output_ids)!r}",
+            f"{head}  text",
+            *(f"{line}  {text}" for line, text in zip(lines, texts, strict=True)),
+        )
+    )
 
 
 COMMAND = Command("the samples that a version of a job was trained on", add_arguments, run)
