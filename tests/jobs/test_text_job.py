@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
 import transformers
@@ -41,7 +42,8 @@ def test_a_job_trains_and_evaluates_on_messages_and_text(tmp_path: Path) -> None
     assert "loading the tokenizer, while engines start\n" in running.text, running.text
     tokenizer = transformers.AutoTokenizer.from_pretrained(str(folder))
     rendered, plain = (len(tokenizer.encode(text)) for text in ("<user>3 + 4<assistant>", "3 + 4"))
-    assert f"step 2: reward {rendered:.4f}, 4 samples" in running.text, running.text
+    line = rf"^step 2: reward {rendered:.4f}, 4 samples, \d+\.\d s, loss "
+    assert re.search(line, running.text, re.MULTILINE), running.text
     (line,) = (tmp_path / "out/evaluations.jsonl").read_text().splitlines()
     assert json.loads(line)["reward"] == (rendered + plain) / 2
     # `windlass audit` shows text by this tokenizer.

@@ -702,14 +702,16 @@ class Job:
                 await self._publish_loaded()
             self._progress.end()
             producer = asyncio.create_task(self._produce())
+            clock = asyncio.get_running_loop().time
             while self._steps < config.steps:
+                begun_at = clock()
                 try:
                     batch = await self._batch(producer)
                     if batch is None:
                         self._end_of_tasks()
                         await self._save_last()
                         break
-                    await self._step(batch)
+                    await self._step(batch, begun_at)
                     # Workers free the tensors of these samples while the job waits for the next batch.
                     del batch
                 except TrainerError as error:
@@ -939,11 +941,15 @@ class Job:
         if self._config.rollout.acknowledge:
             self.controller.rollouts.acknowledge(task_ids)
 
-    async def _step(self, batch: list[list[TrainingSample]]) -> None:
+    async def _step(self, batch: list[list[TrainingSample]], begun_at: float) -> None:
         """Train one step on the samples of each group, and publish the new weights.
 
         If the job has them, also run the recipe's hooks, write the audit record, update the journal of rollouts, save a
         checkpoint, record metrics, and evaluate the new version. Afterwards the groups are no longer open.
+
+        Args:
+            batch: samples of each group.
+            begun_at: time of the event loop when the job began to wait for the batch; the step's line has the seconds since.
 
         Raises:
             TrainerError: the ranks failed, or the update failed.
@@ -978,7 +984,10 @@ class Job:
                 await self._save()
         reward = sum(sample.reward for sample in samples) / max(len(samples), 1)
         metrics = ", ".join(f"{name} {value:.4g}" for name, value in result.metrics.items())
-        self._notify(f"step {self._steps}: reward {reward:.4f}, {len(samples)} samples, {metrics}")
+        step_s = asyncio.get_running_loop().time() - begun_at
+        self._notify(
+            f"step {self._steps}: reward {reward:.4f}, {len(samples)} samples, {step_s:.1f} s, {metrics}"
+        )
         if (difference := result.metrics.get(LOGPROB_DIFFERENCE, 0.0)) > LARGEST_DIFFERENCE:
             self._notify(
                 f"warning: log-probabilities of rollouts differ from the trainer's by {difference:.2f} per token, "
