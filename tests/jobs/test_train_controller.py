@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from pathlib import Path
 
 import msgspec
@@ -17,6 +17,7 @@ from aiohttp import web
 from windlass.errors import ConfigError, TrainerError
 from windlass.jobs.schedulers.local import LocalScheduler
 from windlass.jobs.train_controller import TrainController
+from windlass.jobs.train_worker import Groups
 from windlass.layout.dtypes import DType
 from windlass.net.addresses import free_port
 from windlass.net.server import ControlServer
@@ -67,7 +68,9 @@ async def trainers(tmp_path: Path, how: str) -> AsyncIterator[TrainController]:
             batches.close()
 
 
-async def test_groups_are_distributed_to_ranks_until_one_raises(tmp_path: Path) -> None:
+async def test_groups_are_distributed_to_ranks_until_one_raises(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Check steps, checkpoints, operations and a failure with one set of ranks, because ranks start slowly."""
     async with trainers(tmp_path, "raise") as controller:
         first = await controller.train_step(1, GROUPS, deadline_s=30)
@@ -92,7 +95,25 @@ async def test_groups_are_distributed_to_ranks_until_one_raises(tmp_path: Path) 
         await check_store_of_another_group(controller)
         await check_tensors(controller)
         await check_lost_tensors(controller)
+        await check_one_look(controller, monkeypatch)
         await check_failure(controller, 30.0, r"trainer-1: ValueError: bad sample")
+
+
+async def check_one_look(controller: TrainController, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Check that a step looks once for large tensors in groups that have none."""
+    num_looks, lend = 0, BatchQueue.lend
+
+    def counted(queue: BatchQueue, groups: Groups) -> AbstractAsyncContextManager[Groups]:
+        nonlocal num_looks
+        num_looks += 1
+        return lend(queue, groups)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(BatchQueue, "lend", counted)
+        assert await controller.take_tensors(8, GROUPS, deadline_s=30) == frozenset()
+        found = await controller.train_step(8, GROUPS, deadline_s=30)
+    assert [rank["first"] for rank in found.ranks] == [0.25, 1.0]
+    assert num_looks == 1
 
 
 async def check_lost_tensors(controller: TrainController) -> None:

@@ -203,8 +203,10 @@ class TrainController:
         self._scheduler, self._token, self._name = scheduler, token, name
         self._environment = dict(environment or {})
         self._coordinator, self._sampling, self._batches = coordinator, sampling, batches
-        self._taken: Groups = ()
-        """Groups whose tensors all ranks have fetched for the next step."""
+        self._looked_at: Groups | None = None
+        """Groups of the next step whose large tensors all ranks have; None if they may not have them."""
+        self._are_taken = False
+        """Whether the ranks keep `_looked_at` for the next step, because it has large tensors."""
         self._under_way: CalledUpdate | None = None
         self._is_served = self._stands_still = False
         if coordinator is not None:
@@ -254,7 +256,8 @@ class TrainController:
         deadline = Deadline.after(deadline_s, "connect")
         await self._end_ranks(BROKEN_GRACE_S)
         self._ranks = [_Rank(rank.spec) for rank in self._ranks]
-        self._failure, self._under_way, self._taken = "", None, ()
+        self._failure, self._under_way = "", None
+        self._are_taken, self._looked_at = False, None
         self._job = secrets.token_hex(8)
         environment = {
             **self._environment,
@@ -299,13 +302,13 @@ class TrainController:
                 trained, and the next call may train on other groups.
         """
         whole = check_groups("train_step", groups)
-        if whole != self._taken:
+        if whole != self._looked_at:
             lost = await self.take_tensors(step, whole, deadline_s=deadline_s)
             if lost:
                 raise TrainerError(
                     f"train_step: {len(lost)} tensors of step {step} are lost: their rollout workers have ended or freed them"
                 )
-        are_taken, self._taken = bool(self._taken), ()
+        are_taken, self._are_taken, self._looked_at = self._are_taken, False, None
         shards = [whole[index::size] for index, size in self._shard_indices()]
         steps = [TrainStep(step, None if are_taken else shard) for shard in shards]
         answers = await self._collective(steps, deadline_s)
@@ -329,12 +332,14 @@ class TrainController:
             TrainerError: a rank died, did not answer within `deadline_s`, or raised, for example because it has no
                 transport in common with a holder.
         """
-        self._taken = ()
+        self._are_taken, self._looked_at = False, None
         whole = check_groups("take_tensors", groups)
         if self._batches is None:
+            self._looked_at = whole
             return frozenset()
         async with self._batches.lend(whole) as lent:
             if not held_in(sample for group in lent for sample in group):
+                self._looked_at = whole
                 return frozenset()
             # Ranks give up before this call does, so that they can report the reason.
             takes = [
@@ -343,7 +348,8 @@ class TrainController:
             ]
             answers = await self._collective(takes, deadline_s)
         lost = frozenset([key for answer in answers for key in answer.lost])
-        self._taken = () if lost else whole
+        if not lost:
+            self._are_taken, self._looked_at = True, whole
         return lost
 
     async def publish(self, version: int, *, deadline_s: float) -> None:
