@@ -11,7 +11,7 @@ import pickle
 import signal
 import sys
 from collections.abc import AsyncIterator, Callable
-from contextlib import AsyncExitStack
+from contextlib import AsyncExitStack, closing
 from pathlib import Path
 from typing import Any
 
@@ -21,9 +21,12 @@ import pytest
 from kept_port import free_port
 from tensor_worker import elements
 
-from windlass.errors import ConfigError
+from windlass.errors import ConfigError, TransferOutcomeUnknown
+from windlass.layout.dtypes import DType
+from windlass.net.clock import Backoff
 from windlass.net.server import ControlServer
 from windlass.rollout import (
+    BatchClient,
     BatchQueue,
     RolloutConfig,
     RolloutController,
@@ -36,7 +39,17 @@ from windlass.rollout import (
     mount_rollout_routes,
     training_samples,
 )
-from windlass.rollout.held import held_of
+from windlass.rollout.batches import MAX_WRITES
+from windlass.rollout.held import (
+    TensorStore,
+    TensorsWritten,
+    WriteTensors,
+    destination_of,
+    held_of,
+)
+from windlass.rollout.tensors import HeldTensor
+from windlass.transfer.arena import Arena
+from windlass.transports.registry import create_transport, parse_transport
 
 ROOT = Path(__file__).resolve().parents[2]
 TOKEN = "held-tensors"
@@ -316,24 +329,26 @@ async def test_the_lease_of_a_tensor_ends(rig: Rig) -> None:
         assert f"after the tensors of {len(lost)} samples were lost" in answer["error"]
 
 
+def recipe_sample(number: int) -> TrainingSample:
+    """Return a sample with tensors that a recipe made."""
+    return TrainingSample(
+        prompt_ids=(1,),
+        output_ids=(number, 1, 2),
+        logprobs=(-0.5,) * 3,
+        versions=(0,) * 3,
+        reward=1.0,
+        group_id=number,
+        engine="engine",
+        tensors={
+            "features": SampleTensor.of(elements(number, NUMEL), per_token=False),
+            "values": SampleTensor.of([number + 0.5] * 3),
+        },
+    )
+
+
 async def test_the_queue_holds_tensors_of_a_recipe(rig: Rig) -> None:
     ranks = await rig.ranks()
-    made = [
-        TrainingSample(
-            prompt_ids=(1,),
-            output_ids=(number, 1, 2),
-            logprobs=(-0.5,) * 3,
-            versions=(0,) * 3,
-            reward=1.0,
-            group_id=number,
-            engine="engine",
-            tensors={
-                "features": SampleTensor.of(elements(number, NUMEL), per_token=False),
-                "values": SampleTensor.of([number + 0.5] * 3),
-            },
-        )
-        for number in range(4)
-    ]
+    made = [recipe_sample(number) for number in range(4)]
     await rig.batches.put(0, [[each] for each in made])
     answers = await asyncio.gather(*[ask(rank, 0) for rank in ranks])
     assert [(a["numbers"], a["wrong"]) for a in answers] == [([0, 2], []), ([1, 3], [])]
@@ -342,6 +357,42 @@ async def test_the_queue_holds_tensors_of_a_recipe(rig: Rig) -> None:
         await rig.batches.put(step, [[msgspec.structs.replace(made[0], tensors={})]])
     await asyncio.sleep(0)
     assert rig.batches.store.nbytes == 0
+
+
+async def test_failed_writes_are_repeated_in_bounded_memory(
+    rig: Rig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Memory is used again after a write that has ended. If bytes may still arrive, a rank tries only a few times."""
+    monkeypatch.setattr("windlass.rollout.batches.BACKOFF", Backoff(0.01, 0.01))
+    held = HeldTensor("worker-0", "one", "key", "0" * 32)
+    tensor = SampleTensor(dtype=DType.UINT8, shape=(9,), per_token=False, held=held)
+    num_ended = MAX_WRITES + 3
+    addresses: list[int] = []
+
+    async def fails(_held: HeldTensor, command: WriteTensors) -> TensorsWritten:
+        addresses.append(command.to.regions[0].address)
+        return TensorsWritten(error="no route", has_ended=len(addresses) <= num_ended)
+
+    rig.batches.write_with(fails)
+    await rig.batches.put(0, [[msgspec.structs.replace(recipe_sample(0), tensors={"t": tensor})]])
+    failing = pytest.raises(TransferOutcomeUnknown, match="tensors of step 0: no route")
+    with BatchClient(rig.url, TOKEN) as client, failing:
+        await asyncio.to_thread(client.next_batch, 0, 0, 1, deadline_s=WITHIN_S)
+    assert len(addresses) == num_ended + MAX_WRITES
+    # The first write of unknown outcome used the memory of the writes before it.
+    assert len({*addresses[: num_ended + 1]}) == 1
+    assert len({*addresses[num_ended:]}) == MAX_WRITES
+
+
+async def test_a_write_without_a_common_transport_has_ended() -> None:
+    store = TensorStore("worker-0", "one", transport="shm")
+    tensors = await store.hold({"t": SampleTensor.of(elements(0, NUMEL), per_token=False)}, 0)
+    (held,) = held_of(tensors)
+    created = closing(create_transport(parse_transport("cma")))
+    with store, created as cma, Arena(cma, NBYTES) as arena:
+        to = destination_of(cma, arena.region)
+        answer = store.write(WriteTensors((held.key,), (0,), to, WITHIN_S))
+    assert (answer.missing, answer.has_ended, "cma" in answer.error) == ((), True, True)
 
 
 async def test_a_rank_refuses_elements_with_another_digest(rig: Rig) -> None:

@@ -26,6 +26,7 @@ from windlass.errors import (
     ProtocolError,
     StaleMessage,
     TransferError,
+    TransferOutcomeUnknown,
 )
 from windlass.net.access import authorization
 from windlass.net.addresses import check_url
@@ -87,8 +88,8 @@ ASK_EVERY_S = 20.0
 ANSWER_MARGIN_S = 2.0
 """Seconds that a rank waits for an answer beyond the wait that it requested."""
 MAX_WRITES = 5
-"""Largest number of writes of a rank's tensors. After a write that failed, its memory is not used again, because late
-bytes may arrive."""
+"""Largest number of failed writes of a rank's tensors in one call. `BatchClient.next_batch` counts only writes whose bytes
+may still arrive, because a rank never uses the memory of such a write again."""
 BACKOFF = Backoff(0.05, 1.0)
 """Pauses between the requests of a rank to which the controller gave no usable answer."""
 
@@ -607,14 +608,16 @@ class BatchClient(Closing):
 
         If samples of the step have large tensors, the processes that hold the tensors of this shard write them into memory
         of this process. The call returns when every rank has its tensors. If a tensor is lost, for example because its
-        worker has ended, all ranks wait until the batch is put again. A later batch uses the same memory when no tensor
-        of this batch, and no array made from such a tensor, is in use.
+        worker has ended, all ranks wait until the batch is put again. The client repeats a failed write. A later batch uses
+        the same memory when no tensor of this batch, and no array made from such a tensor, is in use.
 
         Raises:
             ConfigError: step < 0, the rank is not in [0, world_size), or the controller refused the request.
             AuthenticationError: wrong token.
             StaleMessage: the controller has dropped the batch of this step.
             PeerTimeout: the controller had no batch of this step, or did not answer, within `deadline_s`.
+            TransferOutcomeUnknown: `MAX_WRITES` writes have failed whose bytes may still arrive. Each keeps as much memory
+                as the shard's tensors until this process ends.
         """
         if step < 0:
             raise ConfigError(f"next_batch: step must be >= 0, got {step}")
@@ -626,7 +629,7 @@ class BatchClient(Closing):
             raise ConfigError(f"next_batch: deadline_s must be > 0, got {deadline_s}")
         what = f"BatchClient: got no batch of step {step} from {self._url} within {deadline_s} s"
         deadline = Deadline.after(deadline_s, what)
-        pauses, last = BACKOFF.pauses(), "tensors of the step were lost"
+        pauses, last, num_unknown = BACKOFF.pauses(), "tensors of the step were lost", 0
         while deadline.remaining_s:
 
             def path(wait_s: float) -> str:
@@ -640,6 +643,9 @@ class BatchClient(Closing):
                 found = self._with_tensors(batch, rank, world_size, deadline)
             except TransferError as error:
                 last = str(error)
+                num_unknown += isinstance(error, TransferOutcomeUnknown)
+                if num_unknown == MAX_WRITES:
+                    raise
                 _log.warning("%s; trying again", error)
                 time.sleep(min(next(pauses), deadline.remaining_s))
                 continue
@@ -653,7 +659,7 @@ class BatchClient(Closing):
         """Return the batch with its tensors once all ranks have theirs; None if tensors are lost.
 
         Raises:
-            TransferError: a write failed.
+            TransferError: a write failed; see `RankTensors.fetch`.
         """
         whole, lost = self._fetched(batch, rank, world_size, deadline)
         keys = tuple(held_in(batch.samples))

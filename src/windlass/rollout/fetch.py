@@ -16,7 +16,12 @@ from typing import Annotated, Any, final
 import msgspec
 
 from windlass.closing import Closing
-from windlass.errors import PeerTimeout, PeerUnreachable, TransferFailed
+from windlass.errors import (
+    PeerTimeout,
+    PeerUnreachable,
+    TransferFailed,
+    TransferOutcomeUnknown,
+)
 from windlass.net.messages import Codec
 from windlass.rollout.held import (
     Destination,
@@ -156,12 +161,14 @@ async def write_tensors(
             jobs.append(asyncio.to_thread(own.write, command))
         else:
             jobs.append(_written(write, part[0][0], command))
-    errors = []
-    for done in await asyncio.gather(*jobs):
-        missing += done.missing
-        if done.error:
-            errors.append(done.error)
-    return TensorsWritten(tuple(missing), "; ".join(errors))
+    answers = await asyncio.gather(*jobs)
+    missing += [key for done in answers for key in done.missing]
+    failed = [done for done in answers if done.error]
+    return TensorsWritten(
+        tuple(missing),
+        "; ".join(done.error for done in failed),
+        has_ended=all(done.has_ended for done in failed),
+    )
 
 
 async def _written(write: WriteWith, held: HeldTensor, command: WriteTensors) -> TensorsWritten:
@@ -212,7 +219,9 @@ class RankTensors(Closing):
             ask: function that lets the holders write. Its arguments are the tensors' keys and offsets, and the memory.
 
         Raises:
-            TransferFailed: a write failed.
+            TransferFailed: a write failed. A later call uses its memory again.
+            TransferOutcomeUnknown: a write failed, and its bytes may still arrive. Its memory stays allocated until this
+                process ends, and is not used again.
             TransportUnavailable: the transport cannot be started, or there is too little memory.
         """
         found = [
@@ -233,9 +242,13 @@ class RankTensors(Closing):
             # Never use this memory again: holders may still write.
             keep_mapped(arena)
             raise
-        if answer.error:
+        failure = f"tensors of step {batch.step}: {answer.error}"
+        if answer.error and not answer.has_ended:
             keep_mapped(arena)
-            raise TransferFailed(f"tensors of step {batch.step}: {answer.error}")
+            raise TransferOutcomeUnknown(failure)
+        if answer.error:
+            self._arenas.append((arena, _nothing))
+            raise TransferFailed(failure)
         if answer.missing:
             # All writes have ended, so a later batch may use this memory.
             self._arenas.append((arena, _nothing))

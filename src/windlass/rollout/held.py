@@ -26,7 +26,14 @@ import numpy as np
 import xxhash
 
 from windlass.closing import Closing
-from windlass.errors import ConfigError, ProtocolError, WindlassError
+from windlass.errors import (
+    ConfigError,
+    PeerUnreachable,
+    ProtocolError,
+    RegionError,
+    TransferFailed,
+    WindlassError,
+)
 from windlass.rollout.tensors import HeldTensor, SampleTensor
 from windlass.transports.base import MemoryRegion, OneSidedTransport, TransportOffer, WriteBatch
 from windlass.transports.choice import choose_transport
@@ -36,6 +43,8 @@ from windlass.transports.registry import parse_transport
 
 INLINE_NBYTES = 64 << 10
 """Size up to which the elements of a tensor travel in messages."""
+_ENDED = (ConfigError, RegionError, PeerUnreachable, TransferFailed)
+"""Errors of a write after which no byte of it can arrive any more; see `OneSidedTransport.write`."""
 LEASE_S = 3600.0
 """Seconds after which a holder frees a tensor, even if the controller still refers to it."""
 
@@ -79,10 +88,12 @@ class TensorsWritten(msgspec.Struct, frozen=True, tag="tensors_written", omit_de
     Attributes:
         missing: keys of tensors that the holder has freed. If there are any, the holder has written no tensor.
         error: reason why a write failed; empty if none failed.
+        has_ended: whether no byte of the failed write can arrive any more. If False, bytes may still arrive.
     """
 
     missing: tuple[str, ...] = ()
     error: str = ""
+    has_ended: bool = False
 
 
 def check_places(keys: Sequence[str], offsets: Sequence[int]) -> None:
@@ -186,8 +197,8 @@ class TensorStore(Closing):
         """Write tensors into the memory of a trainer rank. Blocks until the last byte has arrived.
 
         Returns:
-            Keys of tensors that this process does not hold, or the error text of a failed write. If a tensor is missing, no
-            tensor is written.
+            Keys of tensors that this process does not hold, or the error text of a failed write and whether that write has
+            ended. If a tensor is missing, no tensor is written.
         """
         places = zip(command.keys, command.offsets, strict=True)
         found = [(self._held.get(key), at) for key, at in places]
@@ -201,7 +212,8 @@ class TensorStore(Closing):
             with self._writing:
                 _write(self._started(), present, command.to, command.deadline_s)
         except WindlassError as error:
-            return TensorsWritten(error=f"{self._holder}: {error}")
+            has_ended = isinstance(error, _ENDED)
+            return TensorsWritten(error=f"{self._holder}: {error}", has_ended=has_ended)
         return TensorsWritten()
 
     def _started(self) -> OneSidedTransport:
