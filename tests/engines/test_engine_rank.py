@@ -22,7 +22,7 @@ from windlass.engines.capture.description import Captured
 from windlass.engines.engine_rank import EngineRank
 from windlass.engines.quiesce_gate import QuiesceGate
 from windlass.engines.spec import AgentSettings
-from windlass.errors import ConfigError, ProtocolError, UnsupportedLayout
+from windlass.errors import ConfigError, ProtocolError, RoundAborted, UnsupportedLayout
 
 TOKEN = "secret of the test"
 
@@ -182,6 +182,51 @@ async def test_rank_without_weights_keeps_its_layout_under_a_new_name(
         assert report.engines == ("second",)
         assert rank.holds(trainer)
     leave(rank)
+
+
+async def test_copy_of_weights_is_refilled_after_the_weights_were_lost(rank: Rank) -> None:
+    """The main loop finds the copy before the loss. In the round, the weights have values that are not the copy's."""
+    async with windlass.Controller(token=TOKEN) as controller:
+        await asyncio.to_thread(rank.join, controller.url)
+        with torch.no_grad():
+            rank.model.weight.copy_(torch.randn(rank.model.weight.shape))
+        rank.model.register_buffer("copied", rank.model.weight.detach().clone())
+        rank.engine_rank.captured.look()
+        lose(rank)
+        trainer = weights(9)
+        await asyncio.to_thread(publish, trainer, controller.url, 1)
+        assert rank.holds(trainer)
+        assert torch.equal(rank.model.get_buffer("copied"), rank.model.weight)
+    leave(rank)
+
+
+async def test_rank_that_lost_its_weights_refuses_what_an_update_cannot_fill(rank: Rank) -> None:
+    async with windlass.Controller(token=TOKEN) as controller:
+        await asyncio.to_thread(rank.join, controller.url)
+        lose(rank)
+        rank.engine_rank.sleep.missed = "gate: is the maximum of a weight"
+        with pytest.raises(RoundAborted, match="gate: is the maximum"):
+            await asyncio.to_thread(publish, weights(9), controller.url, 1)
+        assert not rank.engine_rank.may_serve
+        rank.engine_rank.sleep.missed = ""
+        memory = rank.model.weight.data
+        rank.model.weight.data = memory.clone()
+        with pytest.raises(RoundAborted, match="tensors that moved"):
+            await asyncio.to_thread(publish, weights(9), controller.url, 2)
+        rank.model.weight.data = memory
+        trainer = weights(9)
+        await asyncio.to_thread(publish, trainer, controller.url, 3)
+        assert rank.holds(trainer)
+    leave(rank)
+
+
+def lose(rank: Rank) -> None:
+    """Change the values of the rank's weights to others, as a sleep does, and write its copy of them again."""
+    rank.engine_rank.sleep.is_enabled = rank.engine_rank.sleep.is_lost = True
+    with torch.no_grad():
+        rank.model.weight.fill_(1234)
+        for buffer in rank.model.buffers():
+            buffer.copy_(buffer.clone())
 
 
 def publish(trainer: torch.nn.ParameterDict, url: str, version: int) -> UpdateReport:

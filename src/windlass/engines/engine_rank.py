@@ -138,11 +138,25 @@ class RankHooks:
                 self._stop(self._api, pause_id, mode, deadline_s)
             self._gate.wait(pause_id, deadline_s)
             if self._captured is not None and self._looks:
-                self._captured.look()
+                self._look(self._captured)
         except WindlassError:
             self._gate.end()
             self.in_round = False
             raise
+
+    def _look(self, captured: Captured) -> None:
+        """Search for new derived values, see `Captured.look`. If the weights are lost, the main loop did so before the loss.
+
+        Raises:
+            UnsupportedLayout: an update cannot refill such a value, or the engine has moved a tensor into which updates
+                write.
+        """
+        if not self._sleep.is_lost:
+            captured.look()
+            return
+        if self._sleep.missed:
+            raise UnsupportedLayout(self._sleep.missed)
+        captured.check_places()
 
     def round_ended(self) -> None:
         """Record that no round runs, so that the rank may sleep again; see `Sleeper.round_ended`."""

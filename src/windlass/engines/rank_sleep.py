@@ -12,12 +12,14 @@ from windlass.config import PauseMode
 class RankSleep:
     """State of the engine's sleep mode in one rank.
 
-    The engine's main loop, which sleeps and wakes, writes `asleep` and `is_lost`. The agent's thread reads them.
+    The engine's main loop, which sleeps and wakes, writes `asleep`, `is_lost` and `missed`. The agent's thread reads them.
 
     Attributes:
         is_enabled: whether the engine was started with its sleep mode.
         asleep: kinds of memory that have no pages now, by the engine's names.
         is_lost: whether the values of the weights are lost, and no round has filled the weights since.
+        missed: reason why an update cannot fill all values that the engine computed from its weights before it slept; empty
+            if an update can.
         caches_nbytes: bytes that the rank maps beside its weights before it serves; 0 if they are not known.
         failure: reason why the last attempt to wake memory failed; empty if it did not fail.
         ask: function of a pause mode and a deadline that makes every rank of the engine sleep; None if another rank or
@@ -30,7 +32,7 @@ class RankSleep:
     def __init__(self) -> None:
         self.is_enabled = self.is_lost = False
         self.asleep: frozenset[str] = frozenset()
-        self.failure = ""
+        self.failure = self.missed = ""
         self.caches_nbytes = 0
         self.ask: Callable[[PauseMode, float], None] | None = None
 

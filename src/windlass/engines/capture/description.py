@@ -210,6 +210,15 @@ class Captured:
         if self.later is not None:
             self.later.look()
 
+    def check_places(self) -> None:
+        """Check that the tensors into which updates write have their addresses of the capture. Read no values.
+
+        Raises:
+            UnsupportedLayout: the engine has moved a tensor.
+        """
+        if self.later is not None:
+            self.later.check_places()
+
 
 @dataclass(frozen=True, slots=True)
 class Seen:

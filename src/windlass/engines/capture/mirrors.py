@@ -642,6 +642,7 @@ _NUM_FULL_LOOKS = 2
 An engine may allocate a tensor at its start and fill the tensor in its first forward passes.
 """
 _TRIES = 3
+_MOVED = "tensors that moved since the layout was captured"
 
 
 @final
@@ -696,6 +697,15 @@ class Later:
         finally:
             self._watched.changed()
 
+    def check_places(self) -> None:
+        """Check that no tensor into which updates write has moved. The model must have the same tensors as at the last search.
+
+        Raises:
+            UnsupportedLayout: a tensor has moved.
+        """
+        moved = [name for name, (tensor, at) in self._written.items() if tensor.data_ptr() != at]
+        refuse(moved, _MOVED)
+
     def _is_unchanged(self) -> bool:
         """Return whether `look` can skip the search, because the model references the same objects as at the last search.
 
@@ -719,7 +729,7 @@ class Later:
             for name, (_, address) in self._written.items()
             if name not in held or held[name].address != address
         ]
-        refuse(moved, "tensors that moved since the layout was captured")
+        refuse(moved, _MOVED)
         now = {name: _state(holding) for name, holding in held.items()}
         new = {
             name: holding

@@ -68,9 +68,12 @@ class WorkerSleep:
     def sleep(self, level: int = 1) -> None:
         """Free the memory (see vLLM's `Worker.sleep`), and record in `rank.sleep` that the memory sleeps.
 
-        At level 2, also record that the values of the weights are lost, and save the tensors that no update restores.
+        Before, search for values that the engine has computed from its weights. At level 2, also record that the values of
+        the weights are lost, and save the tensors that no update restores.
         """
         state = self._rank.sleep
+        if not state.is_lost:
+            state.missed = self._missed()
         if level > 1:
             # Set this first: vLLM may fail after it has freed memory.
             state.is_lost = True
@@ -118,6 +121,21 @@ class WorkerSleep:
         if not needed:
             return ""
         return shortage_of(woken, needed, free_nbytes())
+
+    def _missed(self) -> str:
+        """Search for values that the engine has computed from its weights; see `Captured.look`.
+
+        Return the reason why an update cannot fill them all; an empty string if it can.
+        """
+        if torch.cuda.is_available():
+            torch.cuda.synchronize()
+        try:
+            self._rank.captured.look()
+        # A worker must not raise, see `wake_up`.
+        except Exception as error:
+            logger.exception("cannot look for values that are computed from weights")
+            return f"{error}" or type(error).__name__
+        return ""
 
     def _tensors_to_save(self) -> Iterator[torch.Tensor]:
         """Yield each tensor that sleeps and that an update neither writes nor computes again."""
