@@ -59,7 +59,9 @@ class Rank:
         self.model.register_buffer("constant", torch.arange(4.0))
         weight = self.model.weight
         captured = SimpleNamespace(
-            manifest=SimpleNamespace(parameters=[SimpleNamespace(nbytes=weight.nbytes)]),
+            manifest=SimpleNamespace(
+                parameters=[SimpleNamespace(nbytes=weight.nbytes, padding_nbytes=0)]
+            ),
             addresses=[weight.data_ptr()], repacked=(), recomputed=(), look=lambda: None,
         )  # fmt: skip
         self.hooks = SimpleNamespace(turn=threading.Lock(), in_round=False)

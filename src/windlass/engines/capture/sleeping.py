@@ -1,13 +1,15 @@
-"""Memory of an engine rank that sleeps: which tensors must be saved before, and whether the GPU has room to wake it."""
+"""Memory of an engine rank that sleeps: which bytes an update does not fill, and whether the GPU has room to wake it."""
 
 from __future__ import annotations
 
+from bisect import bisect
 from collections.abc import Collection, Iterable, Iterator
 
 import torch
 
 from windlass.engines.capture.description import Captured
 from windlass.engines.capture.memory import Holding
+from windlass.memory.ranges import joined_ranges
 
 
 def free_nbytes() -> int | None:
@@ -42,9 +44,33 @@ def unfilled(captured: Captured, held: Iterable[Holding]) -> Iterator[Holding]:
         captured: the rank's captured layout.
         held: tensors of the rank's models.
     """
-    sizes = [parameter.nbytes for parameter in captured.manifest.parameters]
-    received = {*zip(captured.addresses, sizes, strict=True)}
+    received = {*_filled(captured)}
     written = {*captured.repacked, *captured.recomputed}
     for holding in held:
         if holding.name not in written and (holding.address, holding.nbytes) not in received:
             yield holding
+
+
+def unfilled_ranges(
+    captured: Captured, memory: Iterable[tuple[int, int]]
+) -> Iterator[tuple[int, int]]:
+    """Yield the parts of `memory` whose bytes an update does not write. All ranges are (start, stop) addresses."""
+    filled = joined_ranges((0, address, address + size) for address, size in _filled(captured))
+    starts = [start for _, start, _ in filled]
+    for begin, end in memory:
+        at = begin
+        for _, start, stop in filled[max(bisect(starts, begin) - 1, 0) :]:
+            if start >= end:
+                break
+            if at < start:
+                yield at, start
+            at = max(at, stop)
+        if at < end:
+            yield at, end
+
+
+def _filled(captured: Captured) -> Iterator[tuple[int, int]]:
+    """Yield the address and the bytes of each memory that an update writes completely: without padding."""
+    for address, parameter in zip(captured.addresses, captured.manifest.parameters, strict=True):
+        if not parameter.padding_nbytes:
+            yield address, parameter.nbytes

@@ -1,0 +1,58 @@
+"""Memory of a rank that an update does not fill: it must outlive a sleep."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch
+from safetensors.torch import save_file
+
+from windlass.engines.capture.capture import capture
+from windlass.engines.capture.checkpoint import checkpoint_specs
+from windlass.engines.capture.memory import held_by
+from windlass.engines.capture.sleeping import unfilled, unfilled_ranges
+
+NBYTES = 4096
+WHOLE, PADDED, BUFFER = (256, 4, 6), (1024, 5, 6), (2048, 3, 6)
+"""Offset in the memory, rows and columns of each tensor."""
+
+
+class Model(torch.nn.Module):
+    """Model whose tensors are in one memory. The last row of `padded` belongs to no checkpoint tensor."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.memory = torch.zeros(NBYTES, dtype=torch.uint8)
+        self.whole = torch.nn.Parameter(self._tensor(*WHOLE))
+        self.padded = torch.nn.Parameter(self._tensor(*PADDED))
+        self.register_buffer("buffer", self._tensor(*BUFFER))
+        del self.memory
+
+    def _tensor(self, offset: int, rows: int, columns: int) -> torch.Tensor:
+        flat = self.memory[offset : offset + 2 * rows * columns].view(torch.bfloat16)
+        return flat.view(rows, columns)
+
+    def load(self, weights: Iterator[tuple[str, torch.Tensor]]) -> None:
+        for name, tensor in weights:
+            self.get_parameter(name).data[:4].copy_(tensor)
+
+
+def test_only_memory_that_an_update_writes_completely_is_filled(tmp_path: Path) -> None:
+    tensors = {name: torch.zeros(4, 6, dtype=torch.bfloat16) for name in ("whole", "padded")}
+    save_file(tensors, tmp_path / "model.safetensors")
+    model = Model()
+    captured = capture(model, checkpoint_specs(tmp_path), model.load, worker="engine/0")
+    found = [holding.name for holding in unfilled(captured, held_by(model).values())]
+    assert sorted(found) == ["buffer", "padded"]
+
+    whole, nbytes = model.whole.data_ptr(), 2 * 4 * 6
+    start, stop = whole - WHOLE[0], whole - WHOLE[0] + NBYTES
+    both = [(start, whole), (whole + nbytes, stop)]
+    assert [*unfilled_ranges(captured, [(start, stop)])] == both
+    # Memory that ends or begins inside a parameter, before all parameters, and after them.
+    inside = whole + 10
+    assert [*unfilled_ranges(captured, [(start, inside), (inside, stop)])] == both
+    assert [*unfilled_ranges(captured, [(whole, whole + nbytes)])] == []
+    for apart in ((start, start + 8), (stop - 8, stop)):
+        assert [*unfilled_ranges(captured, [apart])] == [apart]
