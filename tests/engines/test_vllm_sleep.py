@@ -1,7 +1,7 @@
 """Trainer and live vLLM server take turns: vLLM's sleep mode frees the memory, and the engine reads its weights when it wakes.
 
 vLLM has no sleep mode on CPUs, so `vllm_cpu_sleep` gives its worker memory that sleeps. Everything else is vLLM's and
-Windlass's own: the routes, the scheduler, the executor, and the wrapped worker.
+Windlass's own: the routes, the scheduler, the executor, the allocator, and the wrapped worker.
 """
 
 from __future__ import annotations
@@ -43,6 +43,7 @@ from turn_rig import (
     control_config,
     serving_first_version,
 )
+from vllm_cpu_sleep import COPIED
 
 import windlass
 from windlass.config import PauseMode, Reaction
@@ -50,7 +51,7 @@ from windlass.errors import RoundAborted
 
 pytestmark = [pytest.mark.engines, pytest.mark.timeout(1200)]
 
-LONG = 60
+LONG, LOG = 60, "server.log"
 SLEEPS = str(SUPPORT / "cpu_sleep")
 """Folder of the plugin that gives vLLM's worker for CPUs a sleep mode."""
 FLAGS = ("--enable-sleep-mode", "--block-size", "32")
@@ -63,6 +64,12 @@ class Turns(Rig):
         self.model.save_pretrained(self.folder / str(self.version))
         await self.publish()
 
+    def copied(self) -> int:
+        """Return how many bytes all ranks had copied between device and host when they last woke memory."""
+        lines = (self.folder.parent / LOG).read_text().splitlines()
+        found = (line.partition(COPIED)[2].split() for line in lines if COPIED in line)
+        return sum({rank: int(nbytes) for rank, nbytes in found}.values())
+
     async def until_running(self) -> None:
         """Wait until a request runs."""
         async with asyncio.timeout(HTTP_S):
@@ -74,7 +81,7 @@ class Turns(Rig):
 def sleeping_server(folder: Path, tp: int) -> Iterator[Server]:
     """Run a server that may sleep and has joined no fleet."""
     first = save(KIND, 1, folder / "first")
-    layout, log = Layout(tp=tp), folder / "server.log"
+    layout, log = Layout(tp=tp), folder / LOG
     with serving(
         "vllm", first, log, layout=layout, transport="pull", flags=FLAGS, path=SLEEPS
     ) as server:
@@ -102,10 +109,19 @@ async def test_vllm_takes_turns_with_its_trainer(tp: int, tmp_path: Path, shown:
 
 async def take_turns(server: Server, folder: Path) -> None:
     async with taking_turns(server, folder) as turns:
+        # The framework wakes the engine, which then has its old weights.
+        began = turns.copied()
+        await turns.post("/sleep?level=1")
+        await turns.post("/wake_up")
+        both_ways = turns.copied() - began
+        await turns.check()
         for level in (1, 2):
+            began = turns.copied()
             await turns.post(f"/sleep?level={level}")
             turns.step()
             await turns.publish()
+            # vLLM copies the weights to host memory. The update writes them, so only the rest is copied back.
+            assert turns.copied() - began < 0.6 * both_ways
             await turns.check()
         running = asyncio.create_task(asyncio.to_thread(server.sample, PROMPT, LONG))
         await turns.until_running()
@@ -139,35 +155,37 @@ async def take_turns(server: Server, folder: Path) -> None:
 
 async def fail_turns(server: Server, folder: Path) -> None:
     async with taking_turns(server, folder, non_finite=Reaction.REFUSE) as turns:
-        await turns.post("/sleep?level=2")
-        turns.step()
-        waiting = turns.ask()
-        weight = turns.model.lm_head.weight
-        saved = weight[0, 0].item()
-        with torch.no_grad():
-            weight[0, 0] = torch.nan
-        with pytest.raises(RoundAborted, match="lm_head"):
-            await turns.publish()
-        with torch.no_grad():
-            weight[0, 0] = saved
-        # The round has woken the weights and has not filled them.
-        await turns.post("/resume")
-        await turns.post("/wake_up")
-        await turns.must_wait(waiting)
-        # A trainer that needs its memory again makes the server sleep once more.
-        await turns.post("/sleep?level=2&mode=keep")
-        await turns.publish_again()
-        await turns.check(await waiting)
+        for level in (1, 2):
+            await turns.post(f"/sleep?level={level}")
+            turns.step()
+            waiting = turns.ask()
+            weight = turns.model.lm_head.weight
+            saved = weight[0, 0].item()
+            with torch.no_grad():
+                weight[0, 0] = torch.nan
+            with pytest.raises(RoundAborted, match="lm_head"):
+                await turns.publish()
+            with torch.no_grad():
+                weight[0, 0] = saved
+            # The round has woken the weights and has not filled them.
+            await turns.post("/resume")
+            await turns.post("/wake_up")
+            await turns.must_wait(waiting)
+            # A trainer that needs its memory again makes the server sleep once more.
+            await turns.post(f"/sleep?level={level}&mode=keep")
+            await turns.publish_again()
+            await turns.check(await waiting)
         # A rank has too little memory.
-        await turns.post("/sleep?level=2")
-        waiting = turns.ask()
-        turns.step()
-        why = r"must be mapped again: Cannot allocate memory"
-        with no_more_memory(server), pytest.raises(RoundAborted, match=why):
-            await turns.publish()
-        await turns.must_wait(waiting)
-        await turns.publish_again()
-        await turns.check(await waiting)
+        for level in (1, 2):
+            await turns.post(f"/sleep?level={level}")
+            waiting = turns.ask()
+            turns.step()
+            why = "Cannot allocate memory"
+            with no_more_memory(server), pytest.raises(RoundAborted, match=why):
+                await turns.publish()
+            await turns.must_wait(waiting)
+            await turns.publish_again()
+            await turns.check(await waiting)
         # The controller ends while the weights are lost. The next trainer fills all of them.
         await turns.post("/sleep?level=2")
         waiting = turns.ask()

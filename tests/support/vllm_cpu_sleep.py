@@ -1,16 +1,18 @@
 """Sleep mode for vLLM on CPUs: memory of weights and KV cache that loses its pages and keeps its addresses.
 
 vLLM's worker for CPUs accepts `/sleep`, pauses, and frees nothing; `--enable-sleep-mode` is refused. `install` moves
-every tensor of the models and the KV cache into `SleepingMemory`, and gives the worker the same `sleep` and `wake_up` as
-the worker for GPUs (0.24, 0.32) has: level 1 copies the weights to other memory and back, level 2 restores only the
-buffers of the served model. Any access to memory that sleeps ends the process.
+every tensor of the models and the KV cache into memory of vLLM's own `CuMemAllocator`, in which four calls of CUDA are
+replaced by calls for host memory. It gives the worker the same `sleep` and `wake_up` as the worker for GPUs (0.24, 0.32)
+has: level 1 copies the weights to other memory and back, level 2 restores only the buffers of the served model. Any
+access to memory that sleeps ends the process, and memory that wakes contains no values that a model has.
 """
 
 from __future__ import annotations
 
 import ctypes
 import mmap
-from collections.abc import Collection, Iterable
+import os
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -18,49 +20,86 @@ import torch
 from windlass.engines.capture.memory import held_by
 from windlass.memory.sleeping import SleepingMemory
 
-TAGS = ("weights", "kv_cache")
 SAVED = "_sleep_saved_buffers"
 """Attribute of vLLM's worker with the buffers that it restores."""
+ALIGNMENT, GARBAGE = 512, 0xA5
+"""Alignment of tensors in bytes, as torch's allocator aligns them, and the value of each byte of new pages."""
+SPARE_NBYTES = 64 << 20
+"""Bytes that must be free beside memory that wakes. A process frees some memory of its own while it wakes."""
+COPIED = "cpu sleep, copied by process: "
+"""Text of a line on stdout at each wake. The process id follows, and the bytes that the process has copied up to now."""
 
 
-class Piece:
-    """Memory of one tensor."""
+class HostMemory:
+    """Host memory in place of CUDA's, for vLLM's `CuMemAllocator`."""
 
-    def __init__(self, tensor: torch.Tensor, tag: str) -> None:
-        self.tag, self.saved = tag, b""
-        last = sum((n - 1) * s for n, s in zip(tensor.shape, tensor.stride(), strict=True))
-        self.nbytes = (last + 1) * tensor.element_size()
-        self.pages = mmap.mmap(-1, self.nbytes, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-        self.address = ctypes.addressof(ctypes.c_char.from_buffer(self.pages))
-        self.memory = SleepingMemory(self.address, self.nbytes)
-        flat = torch.frombuffer(self.pages, dtype=torch.uint8)[: self.nbytes].view(tensor.dtype)
-        moved = flat.as_strided(tensor.shape, tensor.stride())
-        moved.copy_(tensor)
-        tensor.data = moved
+    def __init__(self) -> None:
+        self.pages: dict[int, tuple[SleepingMemory, mmap.mmap]] = {}
+        self.num_copied = 0
+
+    def allocate(self, nbytes: int) -> tuple[int, memoryview]:
+        """Return the address of new pages, and the pages."""
+        pages = mmap.mmap(-1, nbytes, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        address = ctypes.addressof(ctypes.c_char.from_buffer(pages))
+        self.pages[address] = SleepingMemory(address, nbytes), pages
+        return address, memoryview(pages)
+
+    def create_and_map(self, handle: tuple[int, int, int, int]) -> None:
+        _, nbytes, address, _ = handle
+        mmap.mmap(-1, nbytes + SPARE_NBYTES, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS).close()
+        self.pages[address][0].wake()
+        ctypes.memset(address, GARBAGE, nbytes)
+
+    def unmap_and_release(self, handle: tuple[int, int, int, int]) -> None:
+        self.pages[handle[2]][0].sleep()
+
+    def cudaMemcpy(self, target: int, source: int, nbytes: int) -> None:  # noqa: N802 - name of CUDA
+        self.num_copied += nbytes
+        ctypes.memmove(target, source, nbytes)
+
+
+def own_allocator() -> tuple[Any, HostMemory]:
+    """Return vLLM's allocator of this process, with host memory in place of CUDA's."""
+    from vllm.device_allocator import cumem
+
+    memory = HostMemory()
+    cumem.create_and_map, cumem.unmap_and_release = memory.create_and_map, memory.unmap_and_release
+    cumem.libcudart, cumem.cumem_available = memory, True
+    # torch refuses this call without a GPU.
+    torch.accelerator.empty_cache = lambda: None
+    return cumem.CuMemAllocator.get_instance(), memory
 
 
 class Pool:
     """All memory of a worker that sleeps."""
 
     def __init__(self) -> None:
-        self.pieces: list[Piece] = []
+        self.allocator, self.memory = own_allocator()
 
     def move(self, tensors: Iterable[torch.Tensor], tag: str) -> None:
+        """Move the tensors into one new allocation."""
+        from vllm.device_allocator import AllocationData
+
+        placed, end = list[tuple[torch.Tensor, int, int]](), 0
+        for tensor in tensors:
+            if not tensor.numel():
+                continue
+            steps = zip(tensor.shape, tensor.stride(), strict=True)
+            nbytes = (sum((n - 1) * step for n, step in steps) + 1) * tensor.element_size()
+            placed.append((tensor, end, nbytes))
+            end += -(-nbytes // ALIGNMENT) * ALIGNMENT
+        address, pages = self.memory.allocate(end)
+        self.allocator.pointer_to_data[address] = AllocationData((0, end, address, 0), tag)
         with torch.no_grad():
-            self.pieces += [Piece(tensor, tag) for tensor in tensors if tensor.numel()]
+            for tensor, begin, nbytes in placed:
+                flat = torch.frombuffer(pages[begin : begin + nbytes], dtype=torch.uint8)
+                moved = flat.view(tensor.dtype).as_strided(tensor.shape, tensor.stride())
+                moved.copy_(tensor)
+                tensor.data = moved
 
-    def sleep(self, offloaded: Collection[str]) -> None:
-        for piece in self.pieces:
-            if piece.tag in offloaded:
-                piece.saved = ctypes.string_at(piece.address, piece.nbytes)
-            piece.memory.sleep()
-
-    def wake(self, tags: Collection[str]) -> None:
-        for piece in self.pieces:
-            if piece.tag in tags:
-                piece.memory.wake()
-                ctypes.memmove(piece.address, piece.saved, len(piece.saved))
-                piece.saved = b""
+    def wake(self, tags: list[str] | None) -> None:
+        self.allocator.wake_up(tags)
+        print(f"{COPIED}{os.getpid()} {self.memory.num_copied}", flush=True)
 
 
 def install() -> None:
@@ -90,13 +129,13 @@ def install() -> None:
         if level == 2:
             buffers = worker.model_runner.model.named_buffers()
             vars(worker)[SAVED] = {name: buffer.clone() for name, buffer in buffers}
-        worker.pool.sleep(("weights",) if level == 1 else ())
+        worker.pool.allocator.sleep(("weights",) if level == 1 else ())
 
     def wake_up(worker: Any, tags: list[str] | None = None) -> None:
         if not worker.model_config.enable_sleep_mode:
             awaken(worker, tags)
             return
-        worker.pool.wake(TAGS if tags is None else tags)
+        worker.pool.wake(tags)
         saved = vars(worker)[SAVED]
         for name, buffer in worker.model_runner.model.named_buffers():
             if name in saved:

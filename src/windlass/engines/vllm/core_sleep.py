@@ -27,6 +27,7 @@ RESTS = "rests"
 """Third argument of `windlass_quiesce` for a server whose scheduler is paused by vLLM's sleep mode."""
 _SHORTAGE, _IS_EMPTY, _REFUSES = "windlass_shortage", "windlass_is_empty", "windlass_refuse"
 _IN_ROUND, _FAILURE = "windlass_in_round", "windlass_wake_failure"
+_EXPECTS = "windlass_expect_update"
 """Worker methods."""
 
 
@@ -34,7 +35,7 @@ class _Turn:
     """State of this process's EngineCore from its sleep to the end of the next round.
 
     Attributes:
-        may_be_lost: whether the engine has slept at level 2, and no round has ended since.
+        may_be_lost: whether the engine has slept at level 2, or a round woke the weights, and no round has ended since.
         is_in_round: whether a round writes the weights.
         resumes: whether the scheduler shall resume as soon as it may.
         woke: whether a round woke the weights, so that `go_on` also wakes the KV cache.
@@ -118,7 +119,7 @@ def begin(core: Any, pause_id: str) -> None:
     try:
         _require_paused(core)
         if WEIGHTS in core.model_executor.sleeping_tags:
-            _wake(core, [WEIGHTS])
+            _wake(core, [WEIGHTS], expects_update=True)
             _turn.woke = True
     except Exception as error:
         core.collective_rpc(_REFUSES, args=(pause_id, f"{error}"))
@@ -152,12 +153,14 @@ def go_on(core: Any) -> None:
 
 
 def _is_empty(core: Any) -> bool:
-    """Return whether any rank has slept at level 2 and its weights still sleep or are lost."""
+    """Return whether the weights of any rank are lost, or may be lost and still sleep."""
     return _turn.may_be_lost and any(core.collective_rpc(_IS_EMPTY))
 
 
-def _wake(core: Any, tags: Sequence[str]) -> None:
+def _wake(core: Any, tags: Sequence[str], *, expects_update: bool = False) -> None:
     """Wake the memory with these tags on all ranks, if the GPUs of all ranks have enough free memory.
+
+    With `expects_update`, the weights of level 1 are lost, because a round fills them; see `WorkerSleep.expect_update`.
 
     Raises:
         RuntimeError: a rank has too little memory (then no rank has woken memory), or a rank failed to wake. The workers
@@ -167,6 +170,9 @@ def _wake(core: Any, tags: Sequence[str]) -> None:
     reasons = [reason for reason in core.collective_rpc(_SHORTAGE, args=(tags,)) if reason]
     if reasons:
         raise RuntimeError(reasons[0])
+    if expects_update:
+        _turn.may_be_lost = True
+        core.collective_rpc(_EXPECTS)
     executor.wake_up(list(tags))
     reasons = [reason for reason in core.collective_rpc(_FAILURE) if reason]
     if reasons:

@@ -1,9 +1,13 @@
 """vLLM's sleep mode in a worker: what sleeps, which values are lost, and which values Windlass restores.
 
-vLLM frees the memory of the weights and of the KV cache, and keeps the addresses. At level 1 it copies the weights to host
-memory and back. At level 2 it restores only the buffers of the served model. Updates write the weights, and compute
-derived values again. All other tensors of the models (plain attributes, models that no update reaches) would be lost, so
-`WorkerSleep` copies them to host memory and back.
+vLLM frees the memory of the weights and of the KV cache, and keeps the addresses. Updates write the weights, and compute
+derived values again.
+
+- At level 1, vLLM copies the memory of the weights to host memory and back. If a round wakes the weights, `WorkerSleep`
+  copies back only the bytes that the update does not write, because these copies take longer than the update. The values
+  of the weights are then lost until the round has filled them.
+- At level 2, vLLM restores only the buffers of the served model. All other tensors that no update fills (plain attributes,
+  models that no update reaches) would be lost, so `WorkerSleep` copies them to host memory and back.
 
 vLLM calls all methods in the worker's main loop, between two steps.
 """
@@ -11,14 +15,19 @@ vLLM calls all methods in the worker's main loop, between two steps.
 from __future__ import annotations
 
 import logging
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Mapping
 from itertools import chain
 from typing import Any, NamedTuple, final
 
 import torch
 
 from windlass.engines.capture.memory import Holding, held_by
-from windlass.engines.capture.sleeping import free_nbytes, shortage_of, unfilled
+from windlass.engines.capture.sleeping import (
+    free_nbytes,
+    shortage_of,
+    unfilled,
+    unfilled_ranges,
+)
 from windlass.engines.engine_rank import EngineRank
 from windlass.engines.rank_sleep import RankSleep
 from windlass.engines.vllm.rank import Worker, cache_storages, models_of
@@ -37,13 +46,17 @@ class Allocation(NamedTuple):
 
 
 def allocations() -> list[Allocation]:
-    """Return the memory of this process that vLLM's sleep mode frees; none for vLLM on a CPU."""
-    if not torch.cuda.is_available():
-        return []
+    """Return the memory of this process that vLLM's sleep mode frees."""
+    found = _found_allocations().items()
+    return [Allocation(address, data.handle[1], data.tag) for address, data in found]
+
+
+def _found_allocations() -> Mapping[int, Any]:
+    """Return vLLM's `AllocationData` of this process, by address."""
     from vllm.device_allocator.cumem import CuMemAllocator
 
-    known = CuMemAllocator.get_instance().pointer_to_data
-    return [Allocation(address, data.handle[1], data.tag) for address, data in known.items()]
+    known: Mapping[int, Any] = CuMemAllocator.get_instance().pointer_to_data
+    return known
 
 
 @final
@@ -59,6 +72,8 @@ class WorkerSleep:
         self._worker, self._rank = worker, rank
         self._sleep, self._wake_up = worker.sleep, worker.wake_up
         self._saved: list[tuple[torch.Tensor, torch.Tensor]] = []
+        # Address -> vLLM's copy of the memory of weights, for the next wake.
+        self._copies: dict[int, torch.Tensor] = {}
         rank.sleep.is_enabled = True
         rank.sleep.caches_nbytes = sum(
             found.nbytes for found in allocations() if found.tag == CACHES
@@ -68,8 +83,8 @@ class WorkerSleep:
     def sleep(self, level: int = 1) -> None:
         """Free the memory (see vLLM's `Worker.sleep`), and record in `rank.sleep` that the memory sleeps.
 
-        Before, search for values that the engine has computed from its weights. At level 2, also record that the values of
-        the weights are lost, and save the tensors that no update restores.
+        Before, search for values that the engine has computed from its weights, because the weights may be lost in the next
+        round. At level 2, also record that they are lost now, and save the tensors that no update restores.
         """
         state = self._rank.sleep
         if not state.is_lost:
@@ -82,6 +97,20 @@ class WorkerSleep:
             ]
         state.asleep = frozenset({WEIGHTS, CACHES})
         self._sleep(level)
+
+    def expect_update(self) -> None:
+        """Prepare to wake the weights for a round that fills them: `wake_up` then copies back only what no update writes.
+
+        Record that the weights are lost. Do nothing at level 2, or if an update cannot fill every value.
+        """
+        state = self._rank.sleep
+        if WEIGHTS not in state.asleep or state.missed:
+            return
+        for address, data in _found_allocations().items():
+            if data.tag == WEIGHTS and data.cpu_backup_tensor is not None:
+                state.is_lost = True
+                self._copies[address] = data.cpu_backup_tensor
+                data.cpu_backup_tensor = None
 
     def wake_up(self, tags: Collection[str] | None = None) -> None:
         """Map the memory with these tags again (all memory if None), if it sleeps; see vLLM's `Worker.wake_up`.
@@ -100,6 +129,8 @@ class WorkerSleep:
         state.failure = ""
         try:
             self._wake_up(sorted(woken))
+            if WEIGHTS in woken:
+                self._copy_back()
         except Exception as error:
             logger.exception("cannot wake %s", sorted(woken))
             state.failure = f"{error}" or type(error).__name__
@@ -137,6 +168,17 @@ class WorkerSleep:
             return f"{error}" or type(error).__name__
         return ""
 
+    def _copy_back(self) -> None:
+        """Copy the bytes that no update writes from `_copies` to the memory of the weights, and forget the copies."""
+        from vllm.device_allocator import cumem
+
+        captured = self._rank.captured
+        for address, copy in self._copies.items():
+            source = copy.data_ptr()
+            for start, stop in unfilled_ranges(captured, [(address, address + copy.nbytes)]):
+                cumem.libcudart.cudaMemcpy(start, source + start - address, stop - start)
+        self._copies = {}
+
     def _tensors_to_save(self) -> Iterator[torch.Tensor]:
         """Yield each tensor that sleeps and that an update neither writes nor computes again."""
         pages = [found for found in allocations() if found.tag == WEIGHTS]
@@ -148,10 +190,8 @@ class WorkerSleep:
 
 
 def _sleeps(holding: Holding, pages: list[Allocation]) -> bool:
-    """Return whether a tensor is in one of `pages`. Return True if `pages` is empty: every tensor may then sleep."""
-    return not pages or any(
-        found.address <= holding.address < found.address + found.nbytes for found in pages
-    )
+    """Return whether a tensor is in one of `pages`."""
+    return any(found.address <= holding.address < found.address + found.nbytes for found in pages)
 
 
 def install(worker: Any, rank: EngineRank) -> None:

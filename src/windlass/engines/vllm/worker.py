@@ -284,6 +284,12 @@ class WorkerMethods:
             return ""
         return str(worker.windlass_sleep.shortage(tags))
 
+    def windlass_expect_update(self) -> None:
+        """Prepare to wake the weights for a round that fills them; see `WorkerSleep.expect_update`."""
+        worker: Worker = self
+        if self.windlass_engine_rank.sleep.is_enabled:
+            worker.windlass_sleep.expect_update()
+
     def windlass_wake_failure(self) -> str:
         """Return the reason why this rank could not wake its memory; an empty string if it could."""
         return self.windlass_engine_rank.sleep.failure
