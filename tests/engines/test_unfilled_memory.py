@@ -48,11 +48,13 @@ def test_only_memory_that_an_update_writes_completely_is_filled(tmp_path: Path) 
 
     whole, nbytes = model.whole.data_ptr(), 2 * 4 * 6
     start, stop = whole - WHOLE[0], whole - WHOLE[0] + NBYTES
-    both = [(start, whole), (whole + nbytes, stop)]
+    after = whole + nbytes
+    both = [(start, start, whole), (start, after, stop)]
     assert [*unfilled_ranges(captured, [(start, stop)])] == both
     # Memory that ends or begins inside a parameter, before all parameters, and after them.
     inside = whole + 10
-    assert [*unfilled_ranges(captured, [(start, inside), (inside, stop)])] == both
-    assert [*unfilled_ranges(captured, [(whole, whole + nbytes)])] == []
-    for apart in ((start, start + 8), (stop - 8, stop)):
-        assert [*unfilled_ranges(captured, [apart])] == [apart]
+    parts = [(inside, stop), (start, inside)]
+    assert [*unfilled_ranges(captured, parts)] == [(inside, after, stop), (start, start, whole)]
+    assert [*unfilled_ranges(captured, [(whole, after)])] == []
+    for begin, end in ((start, start + 8), (stop - 8, stop)):
+        assert [*unfilled_ranges(captured, [(begin, end)])] == [(begin, begin, end)]

@@ -53,8 +53,16 @@ def unfilled(captured: Captured, held: Iterable[Holding]) -> Iterator[Holding]:
 
 def unfilled_ranges(
     captured: Captured, memory: Iterable[tuple[int, int]]
-) -> Iterator[tuple[int, int]]:
-    """Yield the parts of `memory` whose bytes an update does not write. All ranges are (start, stop) addresses."""
+) -> Iterator[tuple[int, int, int]]:
+    """Yield the parts of `memory` whose bytes an update does not write.
+
+    Args:
+        captured: the rank's captured layout.
+        memory: (start, stop) addresses of each range of memory.
+
+    Yields:
+        The start of the range that contains the part, and the (start, stop) addresses of the part.
+    """
     filled = joined_ranges((0, address, address + size) for address, size in _filled(captured))
     starts = [start for _, start, _ in filled]
     for begin, end in memory:
@@ -63,10 +71,10 @@ def unfilled_ranges(
             if start >= end:
                 break
             if at < start:
-                yield at, start
+                yield begin, at, start
             at = max(at, stop)
         if at < end:
-            yield at, end
+            yield begin, at, end
 
 
 def _filled(captured: Captured) -> Iterator[tuple[int, int]]:

@@ -172,11 +172,10 @@ class WorkerSleep:
         """Copy the bytes that no update writes from `_copies` to the memory of the weights, and forget the copies."""
         from vllm.device_allocator import cumem
 
-        captured = self._rank.captured
-        for address, copy in self._copies.items():
-            source = copy.data_ptr()
-            for start, stop in unfilled_ranges(captured, [(address, address + copy.nbytes)]):
-                cumem.libcudart.cudaMemcpy(start, source + start - address, stop - start)
+        memory = ((address, address + copy.nbytes) for address, copy in self._copies.items())
+        for address, start, stop in unfilled_ranges(self._rank.captured, memory):
+            source = self._copies[address].data_ptr() + start - address
+            cumem.libcudart.cudaMemcpy(start, source, stop - start)
         self._copies = {}
 
     def _tensors_to_save(self) -> Iterator[torch.Tensor]:
