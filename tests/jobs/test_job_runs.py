@@ -12,6 +12,9 @@ from typing import Any
 import pytest
 from small_job import EXAMPLE, launch, start, write_job
 
+from windlass.net.journal_file import read_entries
+from windlass.rollout.journal import Entry, PersistedState
+
 pytestmark = pytest.mark.timeout(600)
 
 COUNTING = """
@@ -205,6 +208,15 @@ def test_a_job_continues_with_the_tasks_of_its_journal(
     # The second run submits no rollout so early that its answer becomes too old.
     journal = (tmp_path / "journal").read_text()
     assert not re.findall(r'"resubmitted","task_id":"\w+\.1-\d+"', journal)
+    assert open_tasks(tmp_path / "journal") == []
+
+
+def open_tasks(journal: Path) -> list[str]:
+    """Return the rollouts that another run would train on."""
+    entry: Any = Entry
+    state = PersistedState.of(read_entries(journal, entry)[0])
+    assert state is not None
+    return [*state.tasks]
 
 
 KILLED_BEFORE_THE_JOURNAL = """
@@ -259,6 +271,40 @@ def test_a_job_that_is_killed_three_times_trains_each_prompt_once(tmp_path: Path
     assert lines(printed, "ENDED ")[0].startswith("12 "), printed
     # The last weights contain the steps before the checkpoint from which the next run continues.
     kept = [*trained[1][:6], *trained[2][:3], *trained[3]]
+    assert sorted(n for step in kept for n in step) == [*range(1, 25)]
+    assert open_tasks(tmp_path / "journal") == []
+
+
+@pytest.mark.long
+def test_a_checkpoint_before_the_recipe_is_loaded_keeps_its_position(tmp_path: Path) -> None:
+    """The second run trains on the journal's groups while its recipe loads, saves a checkpoint, and is killed."""
+    script = tmp_path / "padded.py"
+    script.write_text(PADDED.format(example=str(EXAMPLE / "trainer.py")))
+    job = write_job(
+        tmp_path,
+        COUNTING,
+        top='steps = 12\nresume = "auto"',
+        trainer="save_every = 3",
+        rollout=f'journal = "{tmp_path}/journal"\nacknowledge = true',
+        script=script,
+    )
+    path = tmp_path / "recipe.py"
+    recipe = path.read_text()
+    loaded = 'self.number = state["number"]'
+    assert loaded in recipe
+    loading = recipe.replace(loaded, "import time; time.sleep(3600)")
+    recipes = [killed_after(recipe, 4), killed_after(loading, 5), recipe]
+    printed = ""
+    trained: list[list[list[int]]] = []
+    for number, (text, first_step) in enumerate(zip(recipes, (0, 3, 6), strict=True)):
+        path.write_text(text)
+        status, printed = launch(job)
+        assert status == (0 if text is recipe else -signal.SIGKILL), (number, printed)
+        found = [line.split()[-2] for line in lines(printed, "continues from")]
+        assert found == ([str(first_step)] if first_step else []), (number, printed)
+        trained.append([numbers(line) for line in lines(printed, "TRAIN ")])
+    assert lines(printed, "ENDED ")[0].startswith("12 "), printed
+    kept = [*trained[0][:3], *trained[1][:3], *trained[2]]
     assert sorted(n for step in kept for n in step) == [*range(1, 25)]
 
 
