@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 import pytest
@@ -11,7 +11,7 @@ import torch
 
 from windlass.config import PauseMode
 from windlass.control.engine_agent import EngineAgent
-from windlass.control.messages import Abort, Pause
+from windlass.control.messages import Abort, Pause, Publish
 from windlass.engines.capture.description import Captured
 from windlass.engines.engine_rank import RankHooks
 from windlass.engines.quiesce_gate import QuiesceGate
@@ -25,7 +25,9 @@ SECONDS = 10.0
 
 
 @contextmanager
-def engine(*, serves_own_weights: bool) -> Iterator[tuple[EngineAgent, QuiesceGate]]:
+def engine(
+    *, serves_own_weights: bool, on_held: Callable[[bool], None] | None = None
+) -> Iterator[tuple[EngineAgent, QuiesceGate]]:
     """Yield an unbound agent over real memory, and the gate of its loop."""
     module = torch.nn.Linear(4, 4)
     manifest = describe_module(module, "engine/0", Role.ENGINE)
@@ -38,7 +40,7 @@ def engine(*, serves_own_weights: bool) -> Iterator[tuple[EngineAgent, QuiesceGa
     receiver, gate = Receiver(transport, manifest, addresses, regions), QuiesceGate()
     captured = Captured(manifest, tuple(addresses), (), (), ())
     hooks = RankHooks(captured, gate, None)
-    agent = EngineAgent(receiver, hooks, serves_own_weights=serves_own_weights)
+    agent = EngineAgent(receiver, hooks, serves_own_weights=serves_own_weights, on_held=on_held)
     try:
         yield agent, gate
     finally:
@@ -75,6 +77,28 @@ def test_an_engine_does_not_serve_mixed_weights() -> None:
         agent.handle(Abort("", mixed_weights=True), epoch=1, round_number=1)
         held.join(0.3)
         assert held.is_alive()
+
+
+def test_a_lost_controller_holds_the_loop_until_the_next_version() -> None:
+    """The agent reports that the engine stays paused, and reports the end before the loop continues."""
+    reports: list[tuple[bool, bool]] = []
+    with (
+        engine(
+            serves_own_weights=True,
+            on_held=lambda held: reports.append((held, loop_thread.is_alive())),
+        ) as (agent, gate),
+        loop(gate) as loop_thread,
+    ):
+        agent.handle(Pause(PauseMode.IN_PLACE, SECONDS), epoch=1, round_number=1)
+        agent.on_disconnect()
+        agent.on_disconnect()
+        loop_thread.join(0.3)
+        assert reports == [(True, True)]
+        agent.handle(Pause(PauseMode.IN_PLACE, SECONDS), epoch=2, round_number=1)
+        agent.handle(Publish(1, SECONDS, ""), epoch=2, round_number=1)
+        loop_thread.join(SECONDS)
+        assert not loop_thread.is_alive()
+        assert reports == [(True, True), (False, True)]
 
 
 def test_a_pause_of_a_loop_that_is_not_held_fails_by_its_deadline() -> None:

@@ -17,10 +17,11 @@ import pytest
 from test_vllm_api_server import GOOD, Cores
 
 from windlass import envs
+from windlass.engines.held_server import note_held
 from windlass.engines.member import keep_key
-from windlass.engines.private_routes import KEY_HEADER, saved_key
+from windlass.engines.private_routes import KEY_HEADER, App, saved_key
 from windlass.engines.vllm import membership
-from windlass.engines.vllm.membership import Membership
+from windlass.engines.vllm.membership import Held, Membership
 from windlass.errors import ConfigError
 from windlass.net.addresses import free_port
 
@@ -47,10 +48,10 @@ class Server:
         self.key = keep_key(args.port)
         engine = SimpleNamespace(engine_core=self.cores, vllm_config=config)
         self.app = SimpleNamespace(state=SimpleNamespace(engine_client=engine, args=args))
-        self._membership = Membership(self._answer)
+        self.routes: App = Membership(self.answer)
 
     @staticmethod
-    async def _answer(scope: Any, _receive: Any, send: Any) -> None:
+    async def answer(scope: Any, _receive: Any, send: Any) -> None:
         if scope["type"] == "lifespan":
             await send({"type": "lifespan.startup.complete"})
             return
@@ -79,7 +80,7 @@ class Server:
         async def send(message: Any) -> None:
             sent.append(message)
 
-        await self._membership(scope, receive, send)
+        await self.routes(scope, receive, send)
         return sent
 
 
@@ -105,6 +106,22 @@ async def test_private_routes_need_the_key_and_joining_needs_the_token(tmp_path:
     assert await server.post("/windlass/join", order, authorization=f"Bearer {TOKEN}") == 200
     assert server.cores.orders == [(0, "capture"), (1, "capture"), (0, "join"), (1, "join")]
     assert server.cores.tokens == {TOKEN}
+
+
+@pytest.mark.usefixtures("given")
+async def test_held_server_gets_no_order_that_would_wait_for_its_loop(tmp_path: Path) -> None:
+    """The ranks connect to the same controller again by themselves; another one cannot fill the weights."""
+    server = Server(tmp_path)
+    await server.start()
+    url = f"http://127.0.0.1:{server.app.state.args.port}"
+    note_held(url, CONTROLLER, is_held=True)
+    shown = {"authorization": f"Bearer {TOKEN}"}
+    assert await server.post("/v1/completions", {}) == 503
+    assert await server.post("/windlass/join", {"controller": "http://127.0.0.1:2"}, **shown) == 409
+    assert await server.post("/windlass/join", {"controller": CONTROLLER}, **shown) == 200
+    assert server.cores.orders == []
+    note_held(url, CONTROLLER, is_held=False)
+    assert await server.post("/v1/completions", {}) == 200
 
 
 @pytest.mark.usefixtures("given")
@@ -190,6 +207,29 @@ def test_only_a_server_that_joins_at_its_start_must_have_windlass_backend(
     membership.prepare(vllm)
     assert vllm.weight_transfer_config.backend == "nccl"
     assert membership.MEMBERSHIP in vllm.middleware
+
+
+def test_server_of_a_trainer_says_why_it_is_held(vllm: Any) -> None:
+    """Only the trainer's `/init_weight_transfer_engine` makes this server join, so its routes stay open."""
+    membership.refuse_while_held(vllm)
+    assert vllm.middleware == ["own.Middleware"]
+    vllm.weight_transfer_config = SimpleNamespace(backend="windlass")
+    for _ in range(2):
+        membership.refuse_while_held(vllm)
+        assert vllm.middleware == ["own.Middleware", membership.HELD]
+    assert f"{Held.__module__}.{Held.__qualname__}" == membership.HELD
+
+
+async def test_routes_of_a_trainers_server_refuse_while_it_is_held(tmp_path: Path) -> None:
+    server = Server(tmp_path)
+    server.routes = Held(server.answer)
+    await server.start()
+    url = f"http://127.0.0.1:{server.app.state.args.port}"
+    note_held(url, CONTROLLER, is_held=True)
+    assert await server.post("/v1/completions", {}) == 503
+    assert await server.post("/update_weights", {}) == 200
+    note_held(url, CONTROLLER, is_held=False)
+    assert await server.post("/v1/completions", {}) == 200
 
 
 @pytest.mark.usefixtures("vllm")

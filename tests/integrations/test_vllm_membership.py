@@ -4,18 +4,27 @@ from __future__ import annotations
 
 import asyncio
 import json
-from contextlib import ExitStack
+import os
+import subprocess
+import sys
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from pathlib import Path
 
 import pytest
+import torch
 from fresh_servers import (
     checksums,
     require_equal_answers,
     require_equal_parameters,
     serving_fresh,
 )
-from plain_vllm import SERVE, PlainServer, add_tokenizer, checkpoint, serving_plain
+from plain_vllm import MODEL, SERVE, PlainServer, add_tokenizer, checkpoint, serving_plain
+from safetensors.torch import load_file
 from servers import TOKEN
 from sglang_servers import ENGINE_TOKEN, ask_to_join, token_file
 from trainer_rank import Order
@@ -23,8 +32,10 @@ from trainer_rank import Order
 import windlass
 from trainers import FSDP, Ranks, training
 from windlass.config import ControlConfig, PauseMode, UpdateMode
+from windlass.control.messages import Command, Result, Write
+from windlass.control.trainer_agent import TrainerAgent
 from windlass.engines.http import EngineHttp
-from windlass.errors import PeerUnreachable
+from windlass.errors import PeerTimeout, PeerUnreachable
 from windlass.net.access import Access, role_token
 from windlass.net.addresses import free_port
 
@@ -33,6 +44,7 @@ pytestmark = [pytest.mark.engines, pytest.mark.timeout(3600)]
 PROMPT = [(7 * place) % 240 for place in range(140)]
 NUM_TOKENS = 12
 JOIN_S = 480.0
+SOON_S = 30.0
 DTYPE = "bfloat16"
 IN_PLACE = ControlConfig(mode=UpdateMode.IN_PLACE, pause_mode=PauseMode.IN_PLACE)
 STAGED = ControlConfig(mode=UpdateMode.STAGED, pause_mode=PauseMode.ABORT)
@@ -118,6 +130,106 @@ async def test_waiting_server_joins_the_controller_that_it_is_told(tmp_path: Pat
                 assert joined == (200, {"name": name, "controller": controller.url})
                 weights = await publish(server, ranks, controller, version, tmp_path)
         await asyncio.to_thread(partial(require_fresh, server, weights, tmp_path / "fresh.log"))
+
+
+class Named(torch.nn.Module):
+    """A trainer's model with the tensors of a checkpoint."""
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__()
+        self._loaded = load_file(folder / "model.safetensors")
+        self.names = {f"p{number}": name for number, name in enumerate(self._loaded)}
+        for number, value in enumerate(self._loaded.values()):
+            self.register_parameter(f"p{number}", torch.nn.Parameter(value.float()))
+
+    def set(self, added: float) -> None:
+        """Set each weight to that of the checkpoint plus `added`."""
+        with torch.no_grad():
+            for parameter, loaded in zip(self.parameters(), self._loaded.values(), strict=True):
+                parameter.copy_(loaded.float() + added)
+
+
+@contextmanager
+def controlling(port: int, journal: Path) -> Iterator[subprocess.Popen[str]]:
+    """Run `windlass serve` on a port until the block ends."""
+    options = ("--port", str(port), "--pause-mode", "in_place", "--journal", str(journal))
+    process = subprocess.Popen(
+        (sys.executable, "-m", "windlass.cli.main", "serve", *options),
+        env={**os.environ, "WINDLASS_TOKEN": TOKEN},
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    try:
+        assert process.stdout is not None
+        assert str(port) in process.stdout.readline()
+        yield process
+    finally:
+        process.kill()
+        process.communicate()
+
+
+def status_of(server: PlainServer, path: str, body: object = None) -> tuple[int, str]:
+    """Return status and text of an answer that must come soon."""
+    sent = None if body is None else json.dumps(body).encode()
+    asked = urllib.request.Request(server.url + path, sent, {"Content-Type": "application/json"})
+    try:
+        with urllib.request.urlopen(asked, timeout=SOON_S) as answer:
+            return answer.status, answer.read().decode()
+    except urllib.error.HTTPError as error:
+        return error.code, error.read().decode()
+
+
+def test_server_whose_controller_dies_in_an_update_says_why_until_the_next_version(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The server must not serve a mixture of versions, and its requests must not wait without a reason."""
+    source, port, controller_port = checkpoint(1, tmp_path / "source"), free_port(), free_port()
+    given = {"WINDLASS_CONTROLLER": "wait", "WINDLASS_TOKEN": ENGINE_TOKEN}
+    url, journal = f"http://127.0.0.1:{controller_port}", tmp_path / "journal"
+    dies: list[subprocess.Popen[str]] = []
+    handle = TrainerAgent.handle
+
+    def handle_write(agent: TrainerAgent, command: Command, **numbers: int) -> Result:
+        result = handle(agent, command, **numbers)
+        if isinstance(command, Write) and dies:
+            dies.pop().kill()
+        return result
+
+    monkeypatch.setattr(TrainerAgent, "handle", handle_write)
+    model, asked = Named(source), {"model": MODEL, "prompt": PROMPT[:9], "max_tokens": 4}
+    with ExitStack() as running:
+        first = running.enter_context(controlling(controller_port, journal))
+        server = running.enter_context(
+            serving_plain(source, tmp_path / "live.log", port=port, in_core=True, variables=given)
+        )
+        assert ask_to_join(server.url, {"controller": url})[0] == 200
+        client = running.enter_context(
+            windlass.connect_trainer(model, controller=url, token=TOKEN, name_map=model.names.get)
+        )
+        client.publish(1).result()
+        held, answer = server.checksums(), server.answer(PROMPT, NUM_TOKENS)
+        model.set(0.5)
+        dies.append(first)
+        with pytest.raises(PeerTimeout):
+            client.publish(2, deadline_s=10.0).result()
+        rollout = {"input_ids": PROMPT[:9], "sampling_params": {"max_new_tokens": 4}}
+        for path, body in (("/health", None), ("/v1/completions", asked), ("/generate", rollout)):
+            status, said = status_of(server, path, body)
+            assert (status, f"an update of the controller {url} did not end" in said) == (503, True)
+        assert status_of(server, "/v1/models")[0] == 200
+        begun = time.monotonic()
+        status, refusal = ask_to_join(server.url, {"controller": "http://127.0.0.1:1"})
+        assert (status, "restart the engine" in refusal["error"]) == (409, True)
+        running.enter_context(controlling(controller_port, journal))
+        assert ask_to_join(server.url, {"controller": url})[0] == 200
+        assert time.monotonic() - begun < SOON_S
+        model.set(0.0)
+        client.publish(3).result()
+        assert status_of(server, "/health")[0] == 200
+        assert server.version() == "3"
+        # Versions 1 and 3 have the same weights.
+        assert server.checksums() == held
+        assert server.answer(PROMPT, NUM_TOKENS) == answer
 
 
 async def test_replicas_behind_two_api_servers_join_at_their_start(tmp_path: Path) -> None:

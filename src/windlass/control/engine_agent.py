@@ -134,6 +134,8 @@ class EngineAgent:
         sleeper: memory of the rank that sleeps; None if the engine keeps its memory. While the weights are lost, the
             engine does not serve.
         used_nbytes: function that returns the bytes in use of this rank's memory; None to report none.
+        on_held: function that gets True if the engine stays paused after a round, because its weights may be of two
+            versions, and False before the engine resumes. None to call nothing.
 
     Attributes:
         served_version: version that this rank serves; -1 for none.
@@ -150,8 +152,9 @@ class EngineAgent:
         serves_own_weights: bool = False,
         sleeper: Sleeper | None = None,
         used_nbytes: Callable[[], int] | None = None,
+        on_held: Callable[[bool], None] | None = None,
     ) -> None:
-        self._used_nbytes = used_nbytes
+        self._used_nbytes, self._on_held, self._is_held = used_nbytes, on_held, False
         self._serves_own_weights, self._sleeper = serves_own_weights, sleeper
         self._one_sided, self._host = receiver, host
         self._source = None if sender is None else TrainerAgent(sender, host=host)
@@ -407,6 +410,12 @@ class EngineAgent:
             if self._sleeper is not None:
                 self._sleeper.round_ended()
 
+    def _note_held(self, is_held: bool) -> None:
+        """Call `on_held` if `is_held` differs from the last call."""
+        if self._on_held is not None and is_held is not self._is_held:
+            self._on_held(is_held)
+        self._is_held = is_held
+
     def _go_on_if_whole(self, deadline_s: float) -> None:
         """Resume the engine within `deadline_s`, unless its weights are mixed or it has no weights to serve.
 
@@ -414,6 +423,7 @@ class EngineAgent:
         controller repeats the command. After a lost connection, the channel tries again after the next `Welcome`.
         """
         self._not_resumed = SLEEPS if self._is_empty else ""
+        self._note_held(self._mixed_weights)
         has_weights = self.served_version >= 0 or self._serves_own_weights
         if self.mixed_weights or not has_weights:
             return

@@ -65,6 +65,7 @@ class EngineClient(Closing):
         comes_to_rest: whether `hooks` of this rank can pause the engine and keep its running requests. False if the
             trainer pauses the engine.
         sleeper: see `EngineAgent`.
+        on_held: see `EngineAgent`.
         connect_deadline_s: seconds to wait for the controller.
         intercept: function that wraps the agent; tests use it to inject faults.
 
@@ -91,6 +92,7 @@ class EngineClient(Closing):
         serves_own_weights: bool = False,
         comes_to_rest: bool = True,
         sleeper: Sleeper | None = None,
+        on_held: Callable[[bool], None] | None = None,
         connect_deadline_s: float = 60.0,
         intercept: Callable[[EngineAgent], CommandHandler] | None = None,
     ) -> None:
@@ -118,6 +120,7 @@ class EngineClient(Closing):
                 serves_own_weights=serves_own_weights,
                 sleeper=sleeper,
                 used_nbytes=partial(used_nbytes, ordinal),
+                on_held=on_held,
             )
             undo.callback(agent.close)
             nbytes = sum(m.nbytes for m in memory)

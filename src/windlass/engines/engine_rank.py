@@ -12,6 +12,7 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from typing import Protocol, final
 
 import msgspec
@@ -19,6 +20,7 @@ import msgspec
 from windlass.config import PauseMode
 from windlass.engines.capture.description import Captured
 from windlass.engines.client import EngineClient, EngineWeights
+from windlass.engines.held_server import note_held
 from windlass.engines.quiesce_gate import QuiesceGate
 from windlass.engines.rank_sleep import RankSleep
 from windlass.engines.spec import AgentSettings, CapturedLayout
@@ -375,6 +377,11 @@ class EngineRank:
             towards=settings.controller,
             memory_at=captured.addresses[0] if captured.addresses else 0,
         )
+        on_held: Callable[[bool], None] | None = None
+        if rank == 0:
+            on_held = partial(note_held, settings.url, settings.controller)
+            # Remove the record of a previous fleet: if its weights were mixed, the engine has slept and lost them since.
+            on_held(False)
         begun = time.perf_counter()
         sizes = [parameter.nbytes for parameter in captured.manifest.parameters]
         spans = zip(captured.addresses, sizes, strict=True)
@@ -400,6 +407,7 @@ class EngineRank:
             serves_own_weights=settings.serves_own_weights,
             comes_to_rest=hooks.has_api,
             sleeper=hooks if self.sleep.is_enabled else None,
+            on_held=on_held,
         )
         self._has_joined = True
 

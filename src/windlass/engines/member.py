@@ -52,6 +52,7 @@ class Member(ABC):
         controller: value of WINDLASS_CONTROLLER.
         token: token of the server; it opens `POST /windlass/join`.
         key: key of the server's private routes; the server's ranks send it with each request.
+        port: port that the server listens on.
 
     Args:
         host: address that the server listens on.
@@ -72,7 +73,7 @@ class Member(ABC):
         self._transport = transport
         self.controller = environment_value(CONTROLLER_VARIABLE)
         self.token = control_token()
-        self._listens_on, self._port, self._spans_hosts = host, port, spans_hosts
+        self._listens_on, self.port, self._spans_hosts = host, port, spans_hosts
         if self.controller != WAIT:
             check_url(self.controller, CONTROLLER_VARIABLE)
             self.url_for(self.controller)
@@ -151,11 +152,11 @@ class Member(ABC):
 
     def name_for(self, controller: str) -> str:
         """Return HOST:PORT as the engine's name. A restarted server has the same name."""
-        return join_host_port(self._host(controller), self._port)
+        return join_host_port(self._host(controller), self.port)
 
     def url_for(self, controller: str) -> str:
         """Return the URL at which the controller and all ranks reach this server; raises as the constructor does."""
-        return url_of(self._host(controller), self._port)
+        return url_of(self._host(controller), self.port)
 
     def _host(self, controller: str) -> str:
         """Return the host at which the controller and all ranks reach this server.

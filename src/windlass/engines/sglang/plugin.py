@@ -32,6 +32,7 @@ from types import ModuleType
 from typing import Any, final
 
 from windlass.config import PauseMode
+from windlass.engines.held_server import HeldRoutes
 from windlass.engines.join_route import JoinOrder, JoinRoute
 from windlass.engines.member import WAIT, Member, keep_key
 from windlass.engines.options import refuse_settings
@@ -368,7 +369,7 @@ def _add_middleware(http_server: ModuleType, member: SglangMember, token: str) -
 
     def build_behind() -> Any:
         behind: App = CaptureBeforeSleep(build(), member.before_release)
-        behind = PrivateRoutes(behind, member.key, alive=ALIVE)
+        behind = HeldRoutes(PrivateRoutes(behind, member.key, alive=ALIVE), member.port)
         if token:
             behind = ReportRoute(behind, token)
         return JoinRoute(behind, member.token, member.key, member.join)
@@ -467,7 +468,7 @@ class SglangMember(Member):
             self._has_slept = True
             if self._is_captured or self._refusal:
                 return
-            here = url_of("127.0.0.1", self._port)
+            here = url_of("127.0.0.1", self.port)
             try:
                 order = JoinOrder(
                     here, self._transport, name=self.name_for(here), url=self.url_for(here)

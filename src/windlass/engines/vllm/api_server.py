@@ -17,13 +17,20 @@ import msgspec
 
 from windlass.control.engine_channel import report_cannot_join
 from windlass.engines.adapters import adapter_of
+from windlass.engines.held_server import held_for, held_reason
 from windlass.engines.join_route import JoinOrder
 from windlass.engines.rank_reports import check_layouts, reason_of
 from windlass.engines.spec import AgentSettings, CapturedLayout, RankStep, join_deadline_s
 from windlass.engines.vllm.backend import is_backend_of
 from windlass.engines.vllm.engine_core import ORDERS
 from windlass.engines.vllm.spec import refuse_runtime_adapters
-from windlass.errors import ConfigError, PeerTimeout, PeerUnreachable, WindlassError
+from windlass.errors import (
+    ConfigError,
+    PeerTimeout,
+    PeerUnreachable,
+    ProtocolError,
+    WindlassError,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -175,16 +182,23 @@ async def join_ranks(
 ) -> None:
     """Order every rank of this server to leave its previous fleet and join a new one.
 
-    All ranks capture their layouts, this process checks the layouts, and then all ranks join.
+    All ranks capture their layouts, this process checks the layouts, and then all ranks join. If the engine is held until a
+    version of this controller (`held_server`), send no order: it would wait behind the blocked loop, and the ranks connect to
+    the controller again by themselves.
 
     `engine` is vLLM's `AsyncLLM`. For the other arguments see `RankOrder`.
 
     Raises:
         ConfigError: updates would not reach a tensor that vLLM's loader reads, or this process cannot call all ranks
             of the server.
+        ProtocolError: the engine is held until a version of another controller.
         PeerUnreachable: a rank failed; the message has the rank's reason.
         PeerTimeout: a rank did not answer within `settings.join_deadline_s`.
     """
+    if held := held_for(settings.url):
+        if held == settings.controller:
+            return
+        raise ProtocolError(f"join: {held_reason(held)}")
     capture = RankOrder(
         step=RankStep.CAPTURE, settings=settings, token=token, pauses_itself=pauses_itself
     )

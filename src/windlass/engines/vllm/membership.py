@@ -16,6 +16,7 @@ import logging
 import os
 from typing import Any, final
 
+from windlass.engines.held_server import HeldRoutes
 from windlass.engines.join_route import JoinOrder, JoinRoute
 from windlass.engines.member import WAIT, Member, keep_key
 from windlass.engines.private_routes import (
@@ -46,6 +47,7 @@ from windlass.errors import ConfigError, WindlassError
 from windlass.net.addresses import check_url
 
 MEMBERSHIP = "windlass.engines.vllm.membership.Membership"
+HELD = "windlass.engines.vllm.membership.Held"
 ALIVE = "/is_paused"
 """vLLM's route that waits for an answer of every EngineCore. vLLM has it only with VLLM_SERVER_DEV_MODE."""
 _log = logging.getLogger(__name__)
@@ -102,6 +104,15 @@ def prepare(args: Any) -> None:
     if (route := generate_route()).endswith(".GenerateRoute"):
         args.enable_scale_out = True
     args.middleware = [*args.middleware, MEMBERSHIP, route]
+
+
+def refuse_while_held(args: Any) -> None:
+    """Add the middleware `Held` to the options of a server without `Membership`, if it has our backend and a port."""
+    known = vars(args)
+    transfer, middleware = known.get("weight_transfer_config"), known.get("middleware")
+    is_ours = transfer is not None and transfer.backend == BACKEND
+    if is_ours and middleware is not None and known.get("port") and HELD not in middleware:
+        args.middleware = [*middleware, HELD]
 
 
 def _require_token_file() -> None:
@@ -165,7 +176,24 @@ class Membership:
         if member.controller != WAIT and not state.engine_client.engine_core.client_index:
             self._joins_at_start = member
         routes = PrivateRoutes(self._app, member.key, alive=ALIVE)
-        return JoinRoute(routes, member.token, member.key, member.join)
+        held = HeldRoutes(routes, state.args.port)
+        return JoinRoute(held, member.token, member.key, member.join)
+
+
+@final
+class Held:
+    """`HeldRoutes` in front of vLLM's API server, for a server without `Membership`."""
+
+    def __init__(self, app: App) -> None:
+        self._app = app
+        self._behind: App | None = None
+
+    async def __call__(self, scope: Message, receive: Receive, send: Send) -> None:
+        """Serve one request."""
+        if self._behind is None:
+            # vLLM sets `state` before the server starts.
+            self._behind = HeldRoutes(self._app, scope["app"].state.args.port)
+        await self._behind(scope, receive, send)
 
 
 @final

@@ -47,7 +47,7 @@ def register() -> None:
 def _prepare_servers() -> None:
     """Patch two methods of vLLM's `EngineArgs`.
 
-    `from_cli_args` completes the options of a server if WINDLASS_CONTROLLER is set (`windlass.engines.vllm.membership`).
+    `from_cli_args` completes the options of a server (`windlass.engines.vllm.membership`).
     `create_engine_config` sets defaults and extends the API server if the server has Windlass's backend.
     """
     from vllm.engine.arg_utils import EngineArgs
@@ -55,10 +55,12 @@ def _prepare_servers() -> None:
     create, read = EngineArgs.create_engine_config, vars(EngineArgs)["from_cli_args"].__func__
 
     def from_cli_args(cls: Any, args: Any) -> Any:
-        if environment_value(CONTROLLER_VARIABLE):
-            from windlass.engines.vllm.membership import prepare
+        from windlass.engines.vllm.membership import prepare, refuse_while_held
 
+        if environment_value(CONTROLLER_VARIABLE):
             prepare(args)
+        else:
+            refuse_while_held(args)
         made = read(cls, args)
         # `EngineArgs` lacks the server's option `--lora-modules`, which `_create_engine_config` needs.
         vars(made)[_LORA_MODULES] = vars(args).get("lora_modules")

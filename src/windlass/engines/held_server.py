@@ -1,0 +1,117 @@
+"""Record of a server whose engine runs no step, because its weights may be of two versions.
+
+The controller or a trainer may die while an update changes the weights. The engine then stays paused until an update has
+filled all weights. Rank 0 writes the record into a file next to the key of the server's private routes, and removes the file
+before the engine resumes. The API processes of the server read the file, and refuse requests with the reason. Without the
+record, a request would wait for the engine without a limit, and `/health` would report no fault.
+"""
+
+from __future__ import annotations
+
+import logging
+from http import HTTPStatus
+from pathlib import Path
+from typing import final
+from urllib.parse import urlsplit
+
+import msgspec
+
+from windlass.engines.private_routes import (
+    App,
+    Message,
+    Receive,
+    Send,
+    answer,
+    key_folder,
+    require_own,
+    route_path,
+)
+from windlass.errors import ConfigError
+
+_log = logging.getLogger(__name__)
+_HEALTH = frozenset({"/health", "/health_generate", "/ready", "/ping"})
+_GENERATES = frozenset({"/generate", "/inference/v1/generate", "/invocations"})
+"""Routes that let the engine generate. Routes of OpenAI's API do so too."""
+_OPENAI = "/v1/"
+"""Beginning of the routes of OpenAI's API."""
+
+
+def note_held(url: str, controller: str, is_held: bool) -> None:
+    """Write or remove the record of a server on this host. If the file cannot be written, log the error.
+
+    Args:
+        url: URL of the server.
+        controller: URL of the controller of the update that has not ended.
+        is_held: whether the engine stays paused.
+    """
+    file = _record(urlsplit(url).port)
+    try:
+        if not is_held:
+            file.unlink(missing_ok=True)
+            return
+        _log.warning("%s", held_reason(controller))
+        file.parent.mkdir(mode=0o700, exist_ok=True)
+        require_own(file.parent)
+        file.write_text(controller)
+    except (ConfigError, OSError) as error:
+        _log.warning("requests will wait without a reason: %s", error)
+
+
+def held_for(url: str) -> str:
+    """Return the URL of the controller that must fill the engine's weights; empty if the engine is not held.
+
+    `url` is the URL of the engine's server, which must be on this host.
+    """
+    file = _record(urlsplit(url).port)
+    try:
+        if not file.exists():
+            return ""
+        require_own(file.parent)
+        return file.read_text()
+    # The engine may have resumed since the check, or the folder belongs to another user.
+    except (ConfigError, OSError):
+        return ""
+
+
+def held_reason(controller: str) -> str:
+    """Return the text about a server that waits for `controller`."""
+    return (
+        f"the weights of this engine may be of two versions, because an update of the controller {controller} did not end; "
+        "the engine continues with the next version of this controller; if there will be none, restart the engine"
+    )
+
+
+def _record(port: int | None) -> Path:
+    return key_folder() / f"{port}.held"
+
+
+@final
+class HeldRoutes:
+    """ASGI middleware that refuses requests and health checks with the reason (status 503), while the engine is held.
+
+    Args:
+        app: application of the engine's server, which has just started.
+        port: port of the server on this host.
+    """
+
+    def __init__(self, app: App, port: int) -> None:
+        self._app, self._url = app, f"http://localhost:{port}"
+        # An earlier server of this port may have ended while it was held.
+        note_held(self._url, "", is_held=False)
+
+    async def __call__(self, scope: Message, receive: Receive, send: Send) -> None:
+        """Serve one request."""
+        if _needs_engine(scope) and (controller := held_for(self._url)):
+            said = msgspec.json.encode({"error": held_reason(controller)})
+            await answer(send, HTTPStatus.SERVICE_UNAVAILABLE, said)
+        else:
+            await self._app(scope, receive, send)
+
+
+def _needs_engine(scope: Message) -> bool:
+    """Return whether a request generates, or asks whether the engine can."""
+    if scope["type"] != "http":
+        return False
+    path = route_path(scope)
+    generates = path in _GENERATES or path.startswith(_OPENAI)
+    return path in _HEALTH or (generates and scope["method"] == "POST")

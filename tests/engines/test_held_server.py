@@ -1,0 +1,74 @@
+"""A server whose engine is held, because its weights may be of two versions, says so instead of letting requests wait.
+
+`tests/integrations/test_vllm_membership.py` has a live server.
+"""
+
+from __future__ import annotations
+
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import pytest
+from asgi import request
+
+from windlass.engines.held_server import HeldRoutes, held_for, note_held
+from windlass.engines.private_routes import Message, key_folder
+
+PORT = 8123
+URL = f"http://10.0.0.1:{PORT}"
+CONTROLLER = "http://10.0.0.2:8000"
+REFUSED = [
+    *(("GET", "/health"), ("GET", "/ping"), ("POST", "/ping"), ("POST", "/generate")),
+    *(("POST", "/inference/v1/generate"), ("POST", "/v1/chat/completions")),
+]
+SERVED = [
+    *(("GET", "/v1/models"), ("GET", "/metrics"), ("POST", "/tokenize"), ("POST", "/pause")),
+    ("GET", "/windlass/alive"),
+]
+
+
+@pytest.fixture(autouse=True)
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Let the records of this test be in an own folder."""
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    return key_folder()
+
+
+async def app(_scope: Message, _receive: Any, send: Any) -> None:
+    await send({"type": "http.response.start", "status": 200, "headers": []})
+    await send({"type": "http.response.body", "body": b"{}"})
+
+
+@pytest.mark.parametrize("root", ["", "/v1/m", "/api"])
+async def test_held_server_refuses_with_the_reason_until_its_engine_resumes(root: str) -> None:
+    routes = HeldRoutes(app, PORT)
+    note_held(URL, CONTROLLER, is_held=True)
+    for method, path in REFUSED:
+        status, said = await request(routes, method, root + path, b"", root_path=root)
+        assert (status, f"update of the controller {CONTROLLER} did" in said["error"]) == (
+            503,
+            True,
+        )
+    for method, path in SERVED:
+        assert (await request(routes, method, root + path, b"", root_path=root))[0] == 200
+    note_held(URL, CONTROLLER, is_held=False)
+    for method, path in REFUSED:
+        assert (await request(routes, method, root + path, b"", root_path=root))[0] == 200
+
+
+async def test_servers_of_other_ports_and_new_servers_are_not_held() -> None:
+    note_held(URL, CONTROLLER, is_held=True)
+    other = HeldRoutes(app, PORT + 1)
+    assert (await request(other, "GET", "/health", b""))[0] == 200
+    # The server that was held has ended, and another one has started.
+    again = HeldRoutes(app, PORT)
+    assert (await request(again, "GET", "/health", b""))[0] == 200
+    assert held_for(URL) == ""
+
+
+def test_record_in_a_folder_of_all_users_is_ignored(folder: Path) -> None:
+    note_held(URL, CONTROLLER, is_held=True)
+    assert held_for(URL) == CONTROLLER
+    folder.chmod(0o777)
+    assert held_for(URL) == ""
