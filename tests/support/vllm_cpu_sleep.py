@@ -24,6 +24,8 @@ SAVED = "_sleep_saved_buffers"
 """Attribute of vLLM's worker with the buffers that it restores."""
 ALIGNMENT, GARBAGE = 512, 0xA5
 """Alignment of tensors in bytes, as torch's allocator aligns them, and the value of each byte of new pages."""
+FILLED_NBYTES = 64 << 20
+"""Largest part of new pages that is filled so. The weights of a test's model are smaller, and the KV cache is larger."""
 SPARE_NBYTES = 64 << 20
 """Bytes that must be free beside memory that wakes. A process frees some memory of its own while it wakes."""
 COPIED = "cpu sleep, copied by process: "
@@ -48,7 +50,7 @@ class HostMemory:
         _, nbytes, address, _ = handle
         mmap.mmap(-1, nbytes + SPARE_NBYTES, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS).close()
         self.pages[address][0].wake()
-        ctypes.memset(address, GARBAGE, nbytes)
+        ctypes.memset(address, GARBAGE, min(nbytes, FILLED_NBYTES))
 
     def unmap_and_release(self, handle: tuple[int, int, int, int]) -> None:
         self.pages[handle[2]][0].sleep()
