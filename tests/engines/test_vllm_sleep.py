@@ -7,6 +7,7 @@ Windlass's own: the routes, the scheduler, the executor, the allocator, and the 
 from __future__ import annotations
 
 import asyncio
+import re
 import resource
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager, contextmanager
@@ -66,8 +67,7 @@ class Turns(Rig):
 
     def copied(self) -> int:
         """Return how many bytes all ranks had copied between device and host when they last woke memory."""
-        lines = (self.folder.parent / LOG).read_text().splitlines()
-        found = (line.partition(COPIED)[2].split() for line in lines if COPIED in line)
+        found = re.findall(rf"{COPIED}(\d+) (\d+)\n", (self.folder.parent / LOG).read_text())
         return sum({rank: int(nbytes) for rank, nbytes in found}.values())
 
     async def until_running(self) -> None:
@@ -112,9 +112,12 @@ async def take_turns(server: Server, folder: Path) -> None:
         # The framework wakes the engine, which then has its old weights.
         began = turns.copied()
         await turns.post("/sleep?level=1")
+        waiting = turns.ask()
+        await turns.post("/resume")
+        await turns.must_wait(waiting)
         await turns.post("/wake_up")
         both_ways = turns.copied() - began
-        await turns.check()
+        await turns.check(await waiting)
         for level in (1, 2):
             began = turns.copied()
             await turns.post(f"/sleep?level={level}")
@@ -155,26 +158,25 @@ async def take_turns(server: Server, folder: Path) -> None:
 
 async def fail_turns(server: Server, folder: Path) -> None:
     async with taking_turns(server, folder, non_finite=Reaction.REFUSE) as turns:
-        for level in (1, 2):
-            await turns.post(f"/sleep?level={level}")
-            turns.step()
-            waiting = turns.ask()
-            weight = turns.model.lm_head.weight
-            saved = weight[0, 0].item()
-            with torch.no_grad():
-                weight[0, 0] = torch.nan
-            with pytest.raises(RoundAborted, match="lm_head"):
-                await turns.publish()
-            with torch.no_grad():
-                weight[0, 0] = saved
-            # The round has woken the weights and has not filled them.
-            await turns.post("/resume")
-            await turns.post("/wake_up")
-            await turns.must_wait(waiting)
-            # A trainer that needs its memory again makes the server sleep once more.
-            await turns.post(f"/sleep?level={level}&mode=keep")
-            await turns.publish_again()
-            await turns.check(await waiting)
+        await turns.post("/sleep?level=2")
+        turns.step()
+        waiting = turns.ask()
+        weight = turns.model.lm_head.weight
+        saved = weight[0, 0].item()
+        with torch.no_grad():
+            weight[0, 0] = torch.nan
+        with pytest.raises(RoundAborted, match="lm_head"):
+            await turns.publish()
+        with torch.no_grad():
+            weight[0, 0] = saved
+        # No round has filled the weights.
+        await turns.post("/resume")
+        await turns.post("/wake_up")
+        await turns.must_wait(waiting)
+        # A trainer that needs its memory again makes the server sleep once more.
+        await turns.post("/sleep?level=2&mode=keep")
+        await turns.publish_again()
+        await turns.check(await waiting)
         # A rank has too little memory.
         for level in (1, 2):
             await turns.post(f"/sleep?level={level}")
@@ -183,7 +185,12 @@ async def fail_turns(server: Server, folder: Path) -> None:
             why = "Cannot allocate memory"
             with no_more_memory(server), pytest.raises(RoundAborted, match=why):
                 await turns.publish()
+            # The round has begun to wake the weights and has not filled them.
+            await turns.post("/resume")
+            await turns.post("/wake_up")
             await turns.must_wait(waiting)
+            if level == 1:
+                await turns.post("/sleep?level=1&mode=keep")
             await turns.publish_again()
             await turns.check(await waiting)
         # The controller ends while the weights are lost. The next trainer fills all of them.

@@ -7,8 +7,8 @@ the scheduler when all memory is back. A round of Windlass can come at any time 
 - `go_on` wakes the KV cache if `begin` woke the weights, and resumes the scheduler. A framework that woke the weights
   itself must also wake the KV cache itself, before or after `go_on`.
 
-While the weights are lost, or a round writes them, the patched `resume_scheduler` only records that the scheduler shall
-resume, and `go_on` resumes it. All functions run in the core's loop, between two steps.
+While memory sleeps, the weights are lost, or a round writes them, the patched `resume_scheduler` only records that the
+scheduler shall resume, and `wake_up` or `go_on` resumes it. All functions run in the core's loop, between two steps.
 """
 
 from __future__ import annotations
@@ -52,8 +52,8 @@ def keep_lost_weights_paused() -> None:
     """Patch `sleep`, `wake_up` and `resume_scheduler` of this process's EngineCore. Idempotent.
 
     The patched `sleep` refuses to sleep during a round. The patched `wake_up` wakes memory only if the GPUs of all
-    ranks have enough free memory. The patched `resume_scheduler` does not resume while the weights are lost or a round
-    writes them; see `go_on`.
+    ranks have enough free memory. The patched `resume_scheduler` does not resume while memory sleeps, the weights are lost
+    or a round writes them; see `go_on`.
     """
     from vllm.v1.engine.core import EngineCore
 
@@ -85,8 +85,8 @@ def keep_lost_weights_paused() -> None:
         return is_awake
 
     def resume_scheduler(core: Any) -> None:
-        """Resume, or record that `go_on` must resume later."""
-        if _turn.is_in_round or _is_empty(core):
+        """Resume, or record that `wake_up` or `go_on` must resume later."""
+        if _turn.is_in_round or is_at_rest(core):
             _turn.resumes = True
         else:
             resume(core)
