@@ -224,7 +224,7 @@ class BucketSender:
             ConfigError: `wait_for` was not called, or a tensor cannot be sent.
             UnsupportedLayout: a tensor has a dtype that checkpoints do not have.
             PeerUnreachable: a receiver did not get a bucket, for example because its connection closed.
-            RoundAborted, PeerTimeout: a bucket was not delivered.
+            RoundAborted, PeerTimeout: the round of a bucket failed.
         """
         if self._owned is None or not self._members:
             raise ConfigError("send: wait_for must have been called")
@@ -314,8 +314,8 @@ class BucketSender:
     ) -> PendingUpdate:
         """Publish the full bucket after the previous bucket is delivered, and switch to the other bucket.
 
-        `sending` is the update that sends the previous bucket. `end` has the last bytes of the full bucket, see
-        `BucketFiller.close_bucket`.
+        `sending` is the update that sends the previous bucket. `end` has the last bytes of the full bucket (see
+        `BucketFiller.close_bucket`).
 
         Returns:
             The update that now sends the full bucket.

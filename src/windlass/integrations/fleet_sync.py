@@ -49,7 +49,7 @@ class ServerFleet(Protocol):
         ...
 
     def rejoin(self, deadline_s: float) -> Mapping[str, str]:
-        """Make every server that is not in the fleet join. Return the failures as URL -> reason.
+        """Make all servers outside the fleet join it. Return the failures as URL -> reason.
 
         Raises:
             PeerUnreachable: no server is in the fleet.

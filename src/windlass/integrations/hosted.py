@@ -194,8 +194,8 @@ class TrainerRanks:
     def of_process(cls) -> Self:
         """Return the `TrainerRanks` of this process, with the store of `torch.distributed` if that is initialised.
 
-        Every rank must call this the same number of times, because the name contains the number of the call. Not
-        collective.
+        The name contains the number of the call, so every rank must call this the same number of times. Ranks do not wait
+        for each other.
         """
         import torch.distributed as dist
 
@@ -209,7 +209,7 @@ class TrainerRanks:
     def tell(self, what: str, text: str = "", *, reason: str = "") -> None:
         """Store a message that other ranks read with `hear`, now or later. Call this once for each `what`.
 
-        Does nothing if the trainer has one rank. Not collective.
+        Do nothing if the trainer has one rank. Not collective.
 
         Args:
             what: name of the message.

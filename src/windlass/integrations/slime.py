@@ -156,7 +156,8 @@ class WeightUpdater:
         """
         self._num_connected += 1
         if self._copies is not None:
-            # slime calls this method inside its region of torch_memory_saver, and `update_weights` outside this region.
+            # Unlike `update_weights`, slime calls this method inside its region of torch_memory_saver. Leave the region,
+            # because other processes cannot map its memory.
             with self._copies.outside_saver():
                 self._copies.load()
 

@@ -173,7 +173,10 @@ def read_audit(path: Path, version: int) -> AuditedVersion:
 
 
 def _tokenizer_of(connection: sqlite3.Connection, version: int) -> str:
-    """Return the folder of the tokenizer of a version's step; empty for none, and in files that older releases wrote."""
+    """Return the folder of the tokenizer that a version's step used.
+
+    Return an empty string if the step used no tokenizer, or if an older release wrote the file.
+    """
     known = "SELECT 1 FROM sqlite_master WHERE name = 'tokenizers'"
     if connection.execute(known).fetchone() is None:
         return ""

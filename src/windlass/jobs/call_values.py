@@ -33,7 +33,7 @@ class _Frame(msgspec.Struct, frozen=True, array_like=True):
 
 
 def encode_call_value(what: str, value: object) -> bytes:
-    """Encode a msgpack-plain value that may contain torch tensors. A tensor without dims becomes a number.
+    """Encode a value of plain types and torch tensors as msgpack. A tensor without dims becomes a number.
 
     Raises:
         ConfigError: the value contains an object of another type, or is too large.

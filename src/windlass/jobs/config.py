@@ -555,7 +555,7 @@ def _place_of(error: msgspec.ValidationError) -> tuple[str | int, ...]:
 def _replace(raw: dict[str, Any], place: tuple[str | int, ...]) -> bool:
     """Replace a wrong value in `raw`, so that a further conversion can find other mistakes.
 
-    An optional key is removed, so that its default counts. A required key gets a value that its type allows.
+    Remove an optional key, so that the setting gets its default. Give a required key a value that its type allows.
 
     Args:
         raw: tables of a job file; changed in place.
@@ -639,7 +639,8 @@ def _take_unknown(where: str, raw: Any, kind: inspect.Type) -> Iterator[tuple[st
     """Remove unknown keys from a table of type `kind` and from all tables in it.
 
     Yields:
-        Path of the table, unknown key, and mistake. The mistake names all known keys of the table, similar keys first.
+        The path of the table, the unknown key, and the error text. The text names all known keys of the table, similar
+        keys first.
     """
     if isinstance(kind, inspect.StructType) and isinstance(raw, dict):
         known = {field.encode_name for field in kind.fields}
@@ -693,7 +694,7 @@ def _all_values(
 
 
 def _unknown_key(where: str, key: str, known: Sequence[str]) -> str:
-    """Return the mistake for an unknown key of a table; see `_take_unknown`.
+    """Return the error text for an unknown key of a table; see `_take_unknown`.
 
     The text also names other tables that have the key. For a key of TRL or verl, it gives Windlass's key.
     """

@@ -272,12 +272,12 @@ class OutsideHooks:
     def pause(self, pause_id: str, mode: PauseMode, deadline_s: float) -> None:  # noqa: ARG002
         """Check that the server was not restarted. On rank 0, pause it, flush its caches, and set its version to `MIXED`.
 
-        SGLang flushes its caches only if no step runs and no result is outstanding, so no step reads weights afterwards.
+        SGLang accepts a flush only if no step runs and no result is outstanding. So no step reads weights after the flush.
 
         Raises:
-            ConfigError: the mode keeps requests, whose caches of old weights SGLang does not flush.
-            PeerUnreachable: the server was restarted, so that its weights have other addresses, or did not flush its
-                caches within `deadline_s`. Nothing was written.
+            ConfigError: the mode keeps requests. SGLang would not flush their KV cache, which the old weights computed.
+            PeerUnreachable: the server did not flush its caches within `deadline_s`, or it was restarted and its weights
+                have other addresses. Nothing was written.
         """
         if read_table(self._server, self._rank) != self._table:
             raise PeerUnreachable(

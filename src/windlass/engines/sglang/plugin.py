@@ -143,7 +143,7 @@ def _prepare(server_args: Any) -> None:
             raise LookupError(name) from error
 
     version = installed_version(RELEASES)
-    # The transport is known when the ranks join; `_have_ranks_join` checks it.
+    # The server learns its transport only when its ranks join. `_settings_and_secrets` checks the transport then.
     refuse_settings(
         "SGLang", rules_for(version, sleeps=settings.enable_memory_saver), setting, SLEEPING
     )
@@ -439,8 +439,7 @@ class SglangMember(Member):
         If memory has slept, first pause generation. Record that the layouts are captured.
 
         Raises:
-            ConfigError: the memory was freed before the join, and the capture before that had failed (see
-                `before_release`).
+            ConfigError: `before_release` could not capture the layouts before the memory was freed.
             PeerUnreachable, PeerTimeout: see `join_fleet`.
         """
         if self._refusal:
@@ -485,7 +484,8 @@ class SglangMember(Member):
         """Return the settings and the secrets with which the ranks carry out an order.
 
         Raises:
-            ConfigError: see `_have_ranks_join`.
+            ConfigError: the transport is not `pull` on a server with the memory saver, the order names another model, the
+                model's folder is missing, or trainers cannot quantise weights as the checkpoint declares.
         """
         given = self._settings
         if given.enable_memory_saver:

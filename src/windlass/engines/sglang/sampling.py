@@ -115,7 +115,8 @@ def _of_accepted(compute: Any) -> Any:
 def _left(probs: torch.Tensor, sampling: Any) -> tuple[torch.Tensor, torch.Tensor]:
     """Return, for each row, the sum of the probabilities of all tokens that can be sampled, and the number of these tokens.
 
-    If top_k is 1, return the sum 1. For a greedy request, return the number of all tokens.
+    If top_k is 1, return the sum 1, so that the caller's correction changes nothing. For a greedy request, return the
+    number of all tokens, so that the caller removes none.
     """
     ordered = probs.sort(dim=-1, descending=True).values
     rank = torch.arange(probs.shape[-1], device=probs.device)
@@ -159,7 +160,7 @@ def _require_probabilities(probs: torch.Tensor) -> None:
 
 
 def seed_replica(index: int) -> None:
-    """Add `index` to the seed of torch's generators, which the server has set. Call this once per process.
+    """Add `index` to the seed that the server has set for torch's generators. Call this once per process.
 
     `index` is the index of a data-parallel replica, or of a rank group with data-parallel attention. All ranks with this
     index must call this between the same two sampling steps, because they must sample equal tokens.

@@ -123,15 +123,16 @@ class RankSaver:
         return ""
 
     def resume(self, message: Any, updater: Any, carry_out: Callable[[], object]) -> str:
-        """Map the memory of a request's tags again, carry out the order in the tags, and resume the scheduler if it may run.
+        """Map the memory of a request's tags again, carry out the order in the tags (if any), and resume the scheduler.
 
-        The arguments are those of `release`. Return an empty string; or, if a rank has too little memory, map nothing, let
-        the order's pause fail, and return the reason.
+        While memory still sleeps or the weights are lost, the scheduler stays paused. Return an empty string. If a rank has
+        too little memory, map nothing, make the pause of the order fail, and return the reason. The arguments are those of
+        `release`.
         """
         given = tuple(message.tags or ())
         order = next((t.removeprefix(_ORDER_TAG) for t in given if t.startswith(_ORDER_TAG)), "")
         if order:
-            # A framework may map the rest before the round ends, and the scheduler must not run then.
+            # A framework may map the remaining memory before the round ends. The scheduler must then stay paused.
             self.paused()
         if tags := self._tags_of(message) & self._state.asleep:
             if refusal := _agreed(updater, self._shortage(tags)):
@@ -155,7 +156,8 @@ class RankSaver:
         """Record the size of the KV cache, which the controller compares with the memory of the GPU."""
         try:
             pool = updater.tp_worker.model_runner.token_to_kv_pool
-        except AttributeError:  # a release that keeps the pool elsewhere
+        # This release of SGLang keeps the pool elsewhere.
+        except AttributeError:
             return
         # A pool that combines several kinds of memory has no `mem_usage`.
         self._state.caches_nbytes = int(vars(pool).get("mem_usage", 0) * (1 << 30))
@@ -273,7 +275,7 @@ def has_backup() -> bool:
 
 
 def _agreed(updater: Any, refusal: str) -> str:
-    """Return this rank's refusal, or the text that another rank refuses; an empty string if no rank refuses. Collective."""
+    """Return the reason why this rank or another rank refuses; an empty string if no rank refuses. Collective."""
     refuses = torch.tensor([bool(refusal)], dtype=torch.int32)
     dist.all_reduce(refuses, dist.ReduceOp.MAX, updater.tp_cpu_group)
     if not refuses.item():
@@ -303,7 +305,8 @@ def install(
         io_struct.ResumeMemoryOccupationReqInput,
     )
 
-    # The scheduler keeps references to its handlers, and looks up only this method of its dispatcher's class.
+    # The scheduler already holds references to its handlers, so it would not call patched handlers. It looks up `__call__`
+    # of its dispatcher's class for every message.
     def call(dispatcher: Any, message: Any) -> Any:
         carry_out = functools.partial(dispatch, dispatcher, message)
         if isinstance(message, release):
@@ -383,7 +386,7 @@ class ServerSleep:
         Raises:
             ConfigError: `mode` keeps the KV cache.
             PeerUnreachable, PeerTimeout: the server did not pause, or a rank refused. If a rank refused, the server
-            generates again.
+                generates again.
         """
         if mode is PauseMode.IN_PLACE:
             raise ConfigError(
@@ -399,20 +402,20 @@ class ServerSleep:
             raise
 
     def come_to_rest(self, order: str, deadline_s: float | None) -> None:
-        """Make all ranks map their weights, if they sleep, and carry out an order. If a rank cannot, the pause fails on all.
+        """Order all ranks to map sleeping weights and to carry out `order`. If one rank fails, the pause fails on all ranks.
 
         Args:
             order: `Quiesce` in JSON.
-            deadline_s: seconds that the server has to answer; None if the order blocks main loops.
+            deadline_s: deadline for the server's response; None if the order blocks main loops until the end of the pause.
 
         Raises:
-            PeerUnreachable, PeerTimeout: the weights still sleep.
+            PeerUnreachable, PeerTimeout: a rank could not map its weights, or the server did not answer.
         """
         self._woke = self._woke or WEIGHTS in self._state.asleep
         self._server.post(RESUME, {"tags": [WEIGHTS, f"{_ORDER_TAG}{order}"]}, deadline_s)
 
     def go_on(self, deadline_s: float) -> None:
-        """Make all ranks map the rest of their memory, if a round woke the weights, and then run. Idempotent.
+        """Order all ranks to resume their schedulers. If a round woke the weights, they first map their other memory. Idempotent.
 
         Raises:
             PeerUnreachable, PeerTimeout: a rank has too little memory, or the server did not answer.

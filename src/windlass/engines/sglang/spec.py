@@ -205,7 +205,8 @@ class SglangServer:
         """Return the command of an SGLang server; see `EngineServer`.
 
         Raises:
-            ConfigError: this release of SGLang cannot run with these options.
+            ConfigError: an environment variable contradicts rollouts, trainers cannot quantise weights as the checkpoint
+                declares, or this release of SGLang does not support the number of replicas.
         """
         if is_set(ORIGINAL):
             raise ConfigError(f"{ORIGINAL} must not be set: {SAMPLED}")
@@ -227,7 +228,7 @@ class SglangServer:
                     "--model-path",
                     args.model,
                 ),
-                # On other nodes, this port serves only SGLang's health checks, which no client uses.
+                # On nodes other than the first, this port serves only SGLang's health checks, which no client uses.
                 *("--host", args.host, "--port", str(free_port() if args.node_rank else args.port)),
                 *("--tp-size", str(args.tp)),
                 *(("--pp-size", str(args.pp)) if args.pp > 1 else ()),
@@ -309,7 +310,7 @@ def check_server(server: EngineHttp, world_size: int, transport: str = "") -> in
 def num_replicas(told: Mapping[str, object], dp_size: int) -> int:
     """Return the number of replicas of a server.
 
-    `told` has the server's resolved settings by name, and `dp_size` is its setting of this name.
+    `told` has the server's resolved settings by name. `dp_size` is the value of the setting `dp_size`.
 
     Up to SGLang 0.5.21, `dp_size` is the number of attention groups if `enable_dp_attention` is set. These groups share
     the `tp_size` ranks of one replica. Later releases have the setting `attn_dp_size` for the groups, and `dp_size` is

@@ -130,7 +130,10 @@ class _Model(msgspec.Struct, frozen=True):
 
 
 def config_digest(folder: Path) -> str:
-    """Return SHA-256 of a checkpoint's config.json without formatting and labels; empty if the file does not exist."""
+    """Return the SHA-256 of the settings in a checkpoint's config.json; an empty string if the file does not exist.
+
+    Formatting and labels do not change the result.
+    """
     try:
         config = json.loads((folder / "config.json").read_bytes())
     except OSError:
@@ -171,7 +174,7 @@ def read_model(server: EngineHttp) -> _Model:
 
 
 def read_settings(server: EngineHttp) -> tuple[str, dict[str, object]]:
-    """Return the version of a server, and its values of `SETTINGS`; raises as `read_model` does."""
+    """Return the version of a server and the values of its `SETTINGS`. For the errors, see `read_model`."""
     try:
         told = msgspec.json.decode(server.get("/server_info"), type=dict[str, object])
     except DECODE_ERRORS as error:
@@ -183,7 +186,8 @@ def require_captured(server: EngineHttp, layout: LayoutFile) -> None:
     """Check that a layout file describes a running server.
 
     Raises:
-        ConfigError: the server has another version, setting or model, or a setting with which updates would be wrong.
+        ConfigError: the server has another version, setting or model than the layout, or has a setting that would make
+            updates wrong.
         UnsupportedLayout: after an update, the server would still use values that it computed from old weights.
         PeerTimeout, PeerUnreachable: see `read_model`.
     """

@@ -77,7 +77,7 @@ def capture_adapter(
             worker=f"{settings.name}/{rank}",
             reference=started_with(settings),
             factors=() if adapter is None else adapter.scalings,
-            # vLLM loads an adapter only as a whole, from a folder.
+            # `load` cannot load single tensors again: vLLM loads an adapter only as a whole, from a folder.
             recompute=False,
         )
     except BaseException:

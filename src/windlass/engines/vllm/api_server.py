@@ -141,14 +141,14 @@ async def _join_trainer(engine: Any, order: JoinOrder) -> None:
 def settings_of(engine: Any, order: JoinOrder) -> AgentSettings:
     """Return the settings with which all ranks carry out an order to join.
 
-    If updates change the model, `checkpoint` is empty in the result, and each rank sets the folder on its own host.
+    If updates change the model and not an adapter, leave `checkpoint` empty: each rank sets its own host's folder.
 
     Raises:
-        ConfigError: the server has several adapters, or an adapter and replicas of a model with experts; the order
-            names another model than the server's; or this host does not have the model.
+        ConfigError: the server has several adapters, the server has an adapter and several replicas of a model with
+            experts, the order names another model, or this host does not have the model.
         UnsupportedLayout: updates cannot change the whole adapter.
     """
-    # Import here, because this module imports torch.
+    # Import here, because the module `checkpoint` imports torch.
     from windlass.engines.capture.checkpoint import checkpoint_folder
 
     model = engine.vllm_config.model_config
@@ -182,9 +182,10 @@ async def join_ranks(
 ) -> None:
     """Order every rank of this server to leave its previous fleet and join a new one.
 
-    All ranks capture their layouts, this process checks the layouts, and then all ranks join. If the engine is held until a
-    version of this controller (`held_server`), send no order: it would wait behind the blocked loop, and the ranks connect to
-    the controller again by themselves.
+    All ranks capture their layouts, this process checks the layouts, and then all ranks join.
+
+    If the engine is held until this controller sends a version (see `held_server`), do nothing. The blocked loop could not
+    carry out an order, and the ranks reconnect to the controller without one.
 
     `engine` is vLLM's `AsyncLLM`. For the other arguments see `RankOrder`.
 

@@ -160,7 +160,8 @@ def _is_empty(core: Any) -> bool:
 def _wake(core: Any, tags: Sequence[str], *, expects_update: bool = False) -> None:
     """Wake the memory with these tags on all ranks, if the GPUs of all ranks have enough free memory.
 
-    With `expects_update`, the weights of level 1 are lost, because a round fills them; see `WorkerSleep.expect_update`.
+    With `expects_update`, also mark weights that sleep at level 1 as lost: a round will fill them, so vLLM does not copy them
+    back (see `WorkerSleep.expect_update`).
 
     Raises:
         RuntimeError: a rank has too little memory (then no rank has woken memory), or a rank failed to wake. The workers

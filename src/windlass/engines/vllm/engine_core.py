@@ -150,14 +150,14 @@ class Namespace:
     def weights_of(self, request: Any) -> str:
         """Return the identity of the weights that computed all cache entries of a request.
 
-        Return an empty string if an update came between the entries, so that weights of several versions computed them.
+        Return an empty string if weights of several versions computed the entries.
         """
         return self.weights if (request.cache_salt or "").startswith(self._name) else ""
 
     def salt(self, own: str | None) -> str:
         """Return the salt of a new request, with the current namespace. `own` is the salt that the client chose, if any.
 
-        After the first call, `enter` changes the salts of requests.
+        Until the first call, `enter` changes no request.
         """
         self._has_salted = True
         return self._name + (own or "")
@@ -488,9 +488,9 @@ def _update_in_hold(
 
 
 def _receive_in_worker(worker: Any, info: dict[str, object]) -> int:
-    """Block a worker until the round of a version has ended, see `receive_weights`. The worker calls this function.
+    """Block a worker until the round of a version has ended; see `receive_weights`. The worker calls this function.
 
-    Return the version that the worker then serves, or a negative number if it serves no version.
+    Return the version that the worker serves after the round, or a negative number if it serves no version.
     """
     engine = worker.weight_transfer_engine
     engine.receive_weights(engine.parse_update_info(info))
@@ -501,7 +501,8 @@ def hold(core: Any, held: Callable[[str], int]) -> None:
     """Pause vLLM's `EngineCore` between two steps, run `held`, and set the version of later tokens. Called in the core's loop.
 
     `held` gets the new cache namespace, blocks the workers while weights change, and returns the version that the engine
-    then serves (negative to set no version). If the server sleeps, wake its weights first, and the rest afterwards.
+    then serves (negative to set no version). If the server sleeps, wake its weights before `held`, and its KV cache
+    afterwards.
     """
     rests = is_at_rest(core)
     with _scheduler_paused(core):
@@ -572,7 +573,7 @@ def _with_version_records(scheduler: Any) -> Any:
             return step
 
         def update_from_output(self, scheduler_output: Any, model_runner_output: Any) -> Any:
-            """Add the step's version to the new tokens of each request; the last output of a request has all its versions."""
+            """Record the step's version for the new tokens of each request, and add all versions to a request's last output."""
             version: int | None = vars(scheduler_output)[_NOTED]
             # Look up the requests first: the base class removes a request that has its last token.
             kept = {name: self.requests.get(name) for name in scheduler_output.num_scheduled_tokens}

@@ -54,7 +54,7 @@ class _Candidate(msgspec.Struct, frozen=True):
     top_logprobs: list[_Candidate] = []
 
     def most_probable(self, num_tokens: int) -> list[_Entry]:
-        """Return the most probable tokens, the highest first.
+        """Return the `num_tokens` most probable tokens, the most probable first.
 
         In vLLM's list, the sampled token is first, even if other tokens are more probable.
         """
@@ -188,7 +188,7 @@ class CompletionsRoute(GenerateRoute):
         found = msgspec.json.decode(body, type=_Answer)
         choice, noted = found.choices[0], found.kv_transfer_params
         versions = noted.weight_versions if noted is not None else None
-        # Without versions, the tokens are of no use: the rollout worker sends the request again.
+        # The rollout worker cannot use tokens without versions. It sends an aborted request again.
         if choice.finish_reason == ABORT and versions is None:
             return _outer(choice, [], None, num_top)
         return _outer(choice, choice.token_ids or [], versions, num_top)
@@ -253,7 +253,7 @@ def _check(request: _Request, scope: Message) -> None:
     """
     if not request.sampling_params.stop and not request.priority:
         return
-    # vLLM has set this state before the server starts.
+    # vLLM sets `state` before the server starts.
     config: Any = scope["app"].state.engine_client.vllm_config
     if request.priority and config.scheduler_config.policy != "priority":
         raise ConfigError(

@@ -107,7 +107,10 @@ def prepare(args: Any) -> None:
 
 
 def refuse_while_held(args: Any) -> None:
-    """Add the middleware `Held` to the options of a server without `Membership`, if it has our backend and a port."""
+    """Add the middleware `Held` to the options of a server that has Windlass's backend and a port.
+
+    Call this only for a server without `Membership`, whose middleware contains the same routes.
+    """
     known = vars(args)
     transfer, middleware = known.get("weight_transfer_config"), known.get("middleware")
     is_ours = transfer is not None and transfer.backend == BACKEND
@@ -116,10 +119,12 @@ def refuse_while_held(args: Any) -> None:
 
 
 def _require_token_file() -> None:
-    """Check that ranks of a server over several hosts can read the token on their own host: no secret goes from host to host.
+    """Check that each rank of a server over several hosts can read the token on its own host.
+
+    vLLM's channels between hosts are not encrypted, so no host sends the token to another.
 
     Raises:
-        ConfigError: the token is missing, or it is not in a file.
+        ConfigError: this process has no certificate, and the token is missing or not in a file.
     """
     control_token()
     if not environment_value(TOKEN_FILE_VARIABLE) and not has_certificate():

@@ -192,7 +192,8 @@ _HEAD = "lm_head.weight"
 def _specs_of(worker: Worker, checkpoint: Path) -> tuple[CheckpointSpec, ...]:
     """Return the checkpoint's tensors, without the output matrix if vLLM has tied it to the embedding.
 
-    vLLM (0.32, `model_loader/weight_tying.py`) ties the two matrices if the checkpoint contains both and they are equal.
+    If the configuration ties the two matrices but the checkpoint contains both, vLLM (0.32) sets the flag below and loads
+    both. If they are equal, vLLM then ties them (`model_loader/weight_tying.py`), and the model has no output matrix.
     """
     specs = checkpoint_specs(checkpoint)
     settings = vars(worker.vllm_config.model_config)
@@ -227,9 +228,9 @@ class _DirectCopies(TorchFunctionMode):
 
     @contextmanager
     def where_needed(self) -> Iterator[None]:
-        """Enter this mode for the `with` block, unless an earlier load made no direct copies.
+        """Enter this mode for the `with` block.
 
-        This mode makes a load slower by seconds.
+        If an earlier load made no direct copies, do not enter the mode, which makes a load slower by seconds.
         """
         if not self._is_needed:
             yield
@@ -254,7 +255,7 @@ class _DirectCopies(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
     def _load(self, target: Any, value: torch.Tensor) -> None:
-        """Load `value` into a parameter on the meta device, by a weight loader that vLLM has wrapped."""
+        """Load `value` into the parameter `target` on the meta device. Use vLLM's wrapper of a weight loader."""
         from vllm.model_executor.model_loader.reload.layerwise import make_online_process_loader
         from vllm.model_executor.model_loader.weight_utils import default_weight_loader
 

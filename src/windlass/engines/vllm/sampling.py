@@ -44,7 +44,7 @@ def new_seed(meeting_place: str = "") -> int:
 
 
 def set_defaults(args: Any) -> None:
-    """Set Windlass's defaults for seed and log-probabilities in `args`, the `EngineArgs` of a server with its backend."""
+    """Set Windlass's defaults for seed and log-probabilities. `args` are the `EngineArgs` of a server with its backend."""
     defaults = type(args)
     if args.logprobs_mode == defaults.logprobs_mode and not _is_given(_LOGPROBS_MODE):
         args.logprobs_mode = PROCESSED

@@ -83,8 +83,8 @@ class WorkerSleep:
     def sleep(self, level: int = 1) -> None:
         """Free the memory (see vLLM's `Worker.sleep`), and record in `rank.sleep` that the memory sleeps.
 
-        Before, search for values that the engine has computed from its weights, because the weights may be lost in the next
-        round. At level 2, also record that they are lost now, and save the tensors that no update restores.
+        First search for values that the engine has computed from its weights, because the next round may overwrite the
+        weights. At level 2, also record that the weights are lost, and save the tensors that no update restores.
         """
         state = self._rank.sleep
         if not state.is_lost:
@@ -156,7 +156,7 @@ class WorkerSleep:
     def _missed(self) -> str:
         """Search for values that the engine has computed from its weights; see `Captured.look`.
 
-        Return the reason why an update cannot fill them all; an empty string if it can.
+        Return the reason why an update cannot fill all weights and values; an empty string if it can.
         """
         if torch.cuda.is_available():
             torch.cuda.synchronize()

@@ -164,7 +164,7 @@ class VllmServer:
         """Return the command of a vLLM server with Windlass's weight-transfer backend; see `EngineServer`.
 
         Raises:
-            ConfigError: vLLM's plugin is not installed, or an option contradicts an update.
+            ConfigError: vLLM does not load Windlass's plugin, or updates do not support an option or the checkpoint.
         """
         require_plugin()
         require_followed(Path(args.model), rest)
@@ -180,7 +180,7 @@ class VllmServer:
         return ServerCommand(
             (
                 *(sys.executable, "-m", program, "--model", args.model),
-                # The plugin sets this, too. With the option, vLLM does not start without the plugin.
+                # The plugin sets this option, too. If the plugin is missing, this option makes vLLM fail at the start.
                 *("--weight-transfer-config", f'{{"backend": "{BACKEND}"}}'),
                 *("--tensor-parallel-size", str(args.tp)),
                 *(("--pipeline-parallel-size", str(args.pp)) if args.pp > 1 else ()),
@@ -196,7 +196,7 @@ class VllmServer:
 def require_backend(told: str) -> None:
     """Check the weight-transfer backend of a server that joins a controller.
 
-    `told` is the name of the backend, or the JSON value of vLLM's option that contains the name.
+    `told` is the name of the backend, or the value of `--weight-transfer-config`, whose JSON contains the name.
 
     Raises:
         ConfigError: the backend is not Windlass's.

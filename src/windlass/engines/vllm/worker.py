@@ -251,7 +251,8 @@ class WorkerMethods:
             namespace: new cache namespace, which the EngineCore adds to the call.
 
         Returns:
-            After a block, the version that the rank serves; None without a block or a version.
+            The version that the rank serves after the block. None if the loop was not blocked, or if the rank serves no
+            version.
 
         Raises:
             ConfigError: the EngineCore sent no cache namespace.

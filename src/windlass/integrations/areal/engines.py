@@ -156,8 +156,8 @@ class FSDPEngine(fsdp_engine.FSDPEngine):  # type: ignore[misc]  # AReaL is not 
     def offload(self) -> None:
         """Leave the fleet, and free this rank's GPU memory with torch_memory_saver. Collective.
 
-        The memory comes back at the same addresses, but in other pages, so registrations of this memory would then be
-        invalid.
+        The memory returns at the same addresses, but in other pages. So the registrations of the memory become invalid, and
+        this rank must leave the fleet first.
         """
         self._leave()
         super().offload()

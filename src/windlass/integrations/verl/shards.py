@@ -210,7 +210,7 @@ class ShardCheckpointEngine(CheckpointEngine):  # type: ignore[misc]  # verl has
         if not isinstance(weights, BaseEngine):
             _refuse_manager()
         if self._shares_gpus:
-            # As in verl's own update: other processes cannot map memory of expandable segments.
+            # Other processes cannot map memory of expandable segments. verl's own update also switches them off.
             set_expandable_segments(False)
             get_torch_device().empty_cache()
         try:
@@ -228,7 +228,7 @@ class ShardCheckpointEngine(CheckpointEngine):  # type: ignore[misc]  # verl has
                 set_expandable_segments(True)
 
     def _send(self, engine: BaseEngine, gpu: int) -> Sent:
-        """Connect to the servers at the first call, and publish the shards; raises as `send_weights` does."""
+        """Connect to the servers at the first call, and publish the shards. For the errors, see `send_weights`."""
         if self._sync is None:
             is_automatic = self._shares_gpus and self._transport == "auto"
             self._sync = WeightSync(
@@ -393,8 +393,8 @@ def _new_manager(
 ) -> CheckpointEngineManager:
     """Create a `ShardCheckpointManager`, not verl's own manager, for replicas that use this backend on the actor's GPUs.
 
-    For such replicas, verl's `ppo/v1` sets the backend `naive` in the manager's configuration. The replicas keep the
-    user's configuration.
+    For replicas on the actor's GPUs, verl's `ppo/v1` changes the backend in the manager's configuration to `naive`. So read
+    the user's choice from the configuration of the replicas.
     """
     chosen = {replica.config.checkpoint_engine.backend for replica in replicas}
     is_ours = cls is CheckpointEngineManager and chosen == {BACKEND} and config.backend == "naive"

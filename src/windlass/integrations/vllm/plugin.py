@@ -79,13 +79,13 @@ def _prepare_servers() -> None:
         extend_api_server()
         config = create(args, *given, **named)
         if environment_value(CONTROLLER_VARIABLE):
-            # Refuse now what the ranks would refuse after they have loaded the model.
+            # Check the configuration now. The ranks check it again, but only after they have loaded the model.
             has_adapter = bool(vars(args).get(_LORA_MODULES))
             refuse_unsafe_config(
                 config,
                 adapter=has_adapter,
                 serves_own_weights=True,
-                # A launcher has checked its transport, and a server that joins by itself uses pull if it may sleep.
+                # This process does not know the transport. `pull` passes every rule; the ranks check the real transport.
                 transport="pull",
             )
         return config
