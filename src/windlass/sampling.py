@@ -148,7 +148,7 @@ class SamplingParams(msgspec.Struct, frozen=True, gc=False, kw_only=True, omit_d
         return self.regex or "|".join(_REGEX_SIGNS.sub(r"\\\1", text) for text in self.choice)
 
     def seeded(self, offset: int) -> SamplingParams:
-        """Return these parameters with the seed plus `offset`; unchanged without a seed."""
+        """Return these parameters with `offset` added to the seed. Without a seed, return them unchanged."""
         if self.sampling_seed is None or not offset:
             return self
         seed = (self.sampling_seed + offset) % NUM_SEEDS

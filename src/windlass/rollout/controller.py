@@ -175,9 +175,9 @@ class RolloutController:
 
     @property
     def position(self) -> tuple[str, int]:
-        """Random id of the journal, and total number of submitted groups, including earlier processes with this journal.
+        """Random id of the journal, and number of groups that all controllers with this journal have submitted.
 
-        Without a journal, the id belongs to this controller, and the total counts its groups alone.
+        Without a journal, the id is a random id of this controller, and the number counts only its own groups.
         """
         return self._life.identity, self._life.num_groups
 
@@ -222,8 +222,8 @@ class RolloutController:
         The staleness policy counts the rollout as consumed as soon as its answer is accepted.
 
         Args:
-            prompt: token ids, or a text, or messages (also as a `Chat` with tools). Text and messages need workers with a
-                tokenizer: `--tokenizer`, or `run_here(..., tokenizer=...)`.
+            prompt: token ids, a text, messages, or a `Chat` (messages with tools). All but token ids need workers with
+                a tokenizer: `--tokenizer`, or `run_here(..., tokenizer=...)`.
             sampling: sampling parameters.
             metadata: any object; the result contains it. With a journal, `metadata` must be msgpack-plain
                 (numbers, text, bytes, lists, maps, None).
@@ -320,7 +320,9 @@ class RolloutController:
         return self._life.submit_group(work, size, metadata=metadata)
 
     def decline(self, result: RolloutGroup | Rollout) -> None:
-        """Remove a delivered result from the counts. Call this if the trainer cannot use it: all rewards may be equal.
+        """Remove a delivered result from the counts.
+
+        Call this if the trainer cannot use the result, for example because all rewards are equal.
 
         The staleness policy admits a limited number of rollouts until the version rises, and delivered results count. If a
         trainer cannot use some of them, it may lack samples for its step. The version then does not rise, and without this
@@ -336,8 +338,8 @@ class RolloutController:
     def replace(self, reasons: Mapping[str, str]) -> None:
         """Discard answers of a group that is not delivered, and generate other answers in their place.
 
-        The other answers of the group stay. The group is complete again when the new answers are finished. The call counts
-        as a rejection of each answer, so a rollout fails after `RolloutConfig.max_rejections` of them.
+        The other answers of the group stay. The group is complete again when the new answers are finished. The call
+        counts as a rejection of each answer. A rollout fails after `RolloutConfig.max_rejections` rejections.
 
         Args:
             reasons: task id of a finished rollout (see `peek`) -> reason, for logs and errors. For example, why the answer
@@ -419,7 +421,8 @@ class RolloutController:
             workflows: name used in submissions -> workflow.
             max_concurrent: largest number of attempts at a time.
             chat: settings of the endpoint for agents, see `WorkflowContext.chat_endpoint`.
-            tokenizer: folder of the model's tokenizer, for prompts of text and messages, and for agents; empty for none.
+            tokenizer: folder of the model's tokenizer. Prompts of text or messages need it, and so do agents. Empty for
+                none.
 
         Raises:
             ConfigError: a local worker exists already, a workflow's name is empty, `max_concurrent` is below
@@ -452,8 +455,8 @@ class RolloutController:
 
         Raises:
             ConfigError: num_groups < 1, or the controller is closed, before or during the call.
-            PeerTimeout: fewer than `num_groups` groups were complete within `deadline_s`. The call delivered
-                none of them; a later call can deliver them.
+            PeerTimeout: fewer than `num_groups` groups were complete within `deadline_s`. The call delivered no group;
+                a later call can deliver the complete ones.
             RolloutError: the journal cannot be written.
         """
         if not is_count(num_groups):
@@ -613,9 +616,10 @@ class RolloutController:
         self._life.set_version(version)
 
     def count_from(self, version: int) -> None:
-        """Prepare for a version that the trainer publishes without a training step, after a start from a checkpoint.
+        """Count training steps from `version`, which the trainer publishes without a training step.
 
-        Call this before each such version, so that rollouts are not admitted too early for later steps.
+        Call this before the trainer publishes such a version, for example the weights of a checkpoint. Otherwise the
+        controller would count the version as a training step, and admit rollouts of later steps too early.
         """
         self._policy.count_from(version)
 
@@ -674,7 +678,10 @@ class RolloutController:
         self._schedule_dispatch()
 
     def _try_again(self, keys: Iterable[AttemptKey], reason: str) -> None:
-        """Retry the rollouts of attempts that no worker runs any more. Ignore attempts that have ended."""
+        """Retry the rollouts of attempts that their workers have lost.
+
+        Ignore attempts that the controller has ended already.
+        """
         for key in keys:
             record = self._life.find_running(key.task_id, key.attempt)
             if record is not None:
@@ -687,7 +694,7 @@ class RolloutController:
     # --- engines -------------------------------------------------------------------------
 
     def _engines_changed(self) -> None:
-        """Adapt to a change of the routable engines, and set the trainer's version to their newest version.
+        """Set the trainer's version to the newest version of the routable engines, and schedule a dispatch.
 
         If an engine with running attempts is no longer routable, it has `engine_grace_s` to become routable again.
         """

@@ -71,9 +71,10 @@ class Routing(StrEnum):
 
 
 def prefixes_of(prompt_ids: Sequence[int]) -> list[int]:
-    """Return one hash for each beginning of a prompt: of 1, 2, ... blocks of `BLOCK_TOKENS`, and of the whole prompt.
+    """Return the hashes of the first block of a prompt, of its first two blocks, and so on, up to `MAX_BLOCKS` blocks.
 
-    Equal beginnings have equal hashes. Tokens after `MAX_BLOCKS` blocks are not considered.
+    A block has `BLOCK_TOKENS` tokens, and the last block of a prompt may have fewer. Equal beginnings have equal
+    hashes.
     """
     if len(prompt_ids) < BLOCK_TOKENS:
         # A fast path for the most frequent case. This hash need not equal a hash of a longer prompt, because each hash of a

@@ -126,7 +126,7 @@ class Confirmations:
         self.lost: tuple[str, ...] = ()
 
     def add(self, rank: int, world_size: int, lost: Iterable[str]) -> None:
-        """Record the confirmation of a rank. A request with another world size starts the record again."""
+        """Record the confirmation of a rank. If the world size has changed, discard the earlier confirmations."""
         if world_size != self._world_size:
             self._world_size = world_size
             self._ranks.clear()
@@ -144,7 +144,7 @@ async def write_tensors(
         known: tensors of the rank's shard, see `held_in`.
         asked: request of the rank.
         own: tensors that this process holds.
-        write: function for the tensors of other processes.
+        write: function that makes another process write its tensors.
     """
     places = zip(asked.keys, asked.offsets, strict=True)
     wanted = sorted(
@@ -174,7 +174,7 @@ async def write_tensors(
 async def _written(write: WriteWith, held: HeldTensor, command: WriteTensors) -> TensorsWritten:
     """Let the holder of `held` write. If the holder's process has ended, return all keys as missing.
 
-    After a timeout, return an error.
+    If the holder does not answer in time, return an error text.
     """
     try:
         return await write(held, command)
@@ -219,9 +219,9 @@ class RankTensors(Closing):
             ask: function that lets the holders write. Its arguments are the tensors' keys and offsets, and the memory.
 
         Raises:
-            TransferFailed: a write failed. A later call uses its memory again.
-            TransferOutcomeUnknown: a write failed, and its bytes may still arrive. Its memory stays allocated until this
-                process ends, and is not used again.
+            TransferFailed: a write failed, and has ended. A later call may use the batch's memory.
+            TransferOutcomeUnknown: a write failed, and its bytes may still arrive. The batch's memory stays allocated
+                until this process ends, and no later call uses it.
             TransportUnavailable: the transport cannot be started, or there is too little memory.
         """
         found = [
@@ -272,9 +272,9 @@ class RankTensors(Closing):
         return self._transport
 
     def _arena(self, transport: OneSidedTransport, nbytes: int) -> Arena:
-        """Remove unused memory of at least `nbytes` bytes from `_arenas`, or make new memory, and return it.
+        """Return memory of at least `nbytes` bytes: an unused arena from `_arenas`, or a new arena.
 
-        Free unused memory that is too small, and all but `KEPT_ARENAS` - 1 of the rest.
+        Keep at most `KEPT_ARENAS` - 1 other unused arenas of at least this size. Free all other unused arenas.
         """
         free = [arena for arena, owner in self._arenas if owner() is None]
         self._arenas = [each for each in self._arenas if each[1]() is not None]
@@ -291,7 +291,7 @@ class RankTensors(Closing):
     def close(self) -> None:
         """Free the memory of batches that are not in use, and close the transport. Idempotent.
 
-        Tensors that are in use stay valid. If their memory belongs to the transport, the transport stays open with them.
+        Tensors that are in use stay valid. If the transport allocated their memory, the transport stays open.
         """
         used = [arena for arena, owner in self._arenas if owner() is not None]
         for arena, owner in self._arenas:
@@ -325,7 +325,10 @@ def _nothing() -> None:
 
 
 def _with_elements(sample: TrainingSample, views: Mapping[str, memoryview]) -> TrainingSample:
-    """Return the sample with the elements of its held tensors, which `views` has by key."""
+    """Return the sample with the elements of its held tensors.
+
+    `views` maps the key of each held tensor to its elements.
+    """
     if not held_of(sample.tensors):
         return sample
     tensors: dict[str, SampleTensor] = {}

@@ -275,7 +275,7 @@ class AttemptProgress:
         """Store the tokens of a whole or partial answer, so that `_show` can pass them to the watching caller.
 
         Raises:
-            AttemptError: the engine left out the most probable tokens.
+            AttemptError: the engine did not return the most probable tokens for each position.
         """
         if self._watch is None:
             return
@@ -300,7 +300,10 @@ class AttemptProgress:
         self._watch.on_tokens(new)
 
     def _request(self) -> dict[str, Any]:
-        """Return the body of the next request: the prompt and the tokens so far, with the limits that are left."""
+        """Return the body of the next request: the prompt, the tokens so far, and the sampling parameters.
+
+        The request's token limits count only new tokens.
+        """
         task, sampling, num_done = self.task, self.task.sampling, len(self.tokens.output_ids)
         given: dict[str, Any] = {
             "stop": sampling.stop,
@@ -400,8 +403,8 @@ def _num_kept(num_tokens: int, sampling: SamplingParams) -> int:
     """Return how many tokens of an unfinished answer are kept. The next request continues after these tokens.
 
     An engine applies a structure (such as a JSON schema) and some penalties to the output of one request. If sampling has
-    such settings, no token is kept. An engine also finds a stop text only in the output of one request. A stop text may
-    begin in the last tokens of the answer, so the next request generates these tokens again.
+    such settings, no token is kept. An engine does not find a stop text that begins in one request and ends in the
+    next. A stop text may begin in the last tokens of the answer, so the next request generates these tokens again.
     """
     if sampling.needs_whole_answer:
         return 0

@@ -225,7 +225,7 @@ class TensorStore(Closing):
         return self._transport
 
     async def end(self) -> None:
-        """Call `close`, in a thread if a write may be running."""
+        """Call `close`. Use a thread if `close` may block: a write may be running, or a transport must be closed."""
         if self._transport is None and not self._writing.locked():
             self.close()
         else:
@@ -285,7 +285,7 @@ def _write(
         transport.write(batch, deadline_s=deadline_s)
     finally:
         for region, source in zip(regions, sources, strict=True):
-            # The transport keeps `source`, and so the elements, until no call uses them.
+            # `source` refers to the elements. The transport keeps it until no call uses the elements.
             transport.unregister(region, partial(_drop, source))
 
 
@@ -308,7 +308,7 @@ class References:
         self._counts: Counter[str] = Counter()
 
     def watch(self, tensors: Mapping[str, SampleTensor]) -> None:
-        """Count the `HeldTensor` objects of these tensors, each until it is freed."""
+        """Count the `HeldTensor` objects of these tensors. The count decreases when an object is freed."""
         loop = asyncio.get_running_loop()
         for held in held_of(tensors):
             self._counts[held.key] += 1

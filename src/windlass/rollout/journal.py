@@ -223,7 +223,8 @@ class PersistedState:
     def entries(self) -> Iterator[Entry]:
         """Yield the smallest number of entries that describe this state."""
         left = list(self.submissions())
-        # The entries of groups that have not ended count these groups again.
+        # A process that reads these entries counts one group per `Submitted`. So `num_groups` must not include these
+        # groups.
         num_left = sum(submitted.group_id >= 0 for submitted in left)
         yield msgspec.structs.replace(self.started, num_groups=self.started.num_groups - num_left)
         for submitted in left:

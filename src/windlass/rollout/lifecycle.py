@@ -145,7 +145,8 @@ class Lifecycle:
         self.num_groups = started.num_groups
         groups = self._restore(persisted)
         outcomes = [task.outcome for task in persisted.tasks.values() if task.outcome is not None]
-        # An engine may have served a version shortly before the journal recorded the version.
+        # An engine may have served a version shortly before the journal recorded the version. So an outcome may contain
+        # a newer version than the journal's.
         newest = [version for outcome in outcomes for version in outcome.versions()]
         recovered = Recovered(max([started.version, *newest]))
         for group in groups:
@@ -312,7 +313,7 @@ class Lifecycle:
     def _start_timers(self, record: Record) -> float:
         """Start the deadline of an attempt, and at the first attempt the rollout's own deadline.
 
-        Return the seconds until the earlier of both deadlines.
+        Return the seconds until the earlier deadline.
         """
         loop = asyncio.get_running_loop()
         now = loop.time()
@@ -544,7 +545,7 @@ class Lifecycle:
     # --- too old -----------------------------------------------------------------------------
 
     def _throw_away(self, record: Record, outcome: RolloutOutcome | None) -> None:
-        """Discard an answer that is or would be too old; resubmit the rollout or drop its whole group.
+        """Discard an answer that is too old, or an attempt whose answer would be too old. Resubmit or drop the rollout.
 
         The attempt must no longer run at a worker, and the policy must not count the sample as accepted.
         """
@@ -557,9 +558,9 @@ class Lifecycle:
         self._warn_of_waste()
 
     def _drop(self, record: Record) -> None:
-        """End the whole group of a rollout that is too old; the group's handle raises `RolloutError`.
+        """Drop a rollout that is too old. An incomplete group that can lose a rollout continues without it.
 
-        An incomplete group that can lose a rollout continues without it.
+        Otherwise end the whole group, so that the group's handle raises `RolloutError`.
         """
         policy, group = self._policy, record.group
         error = RolloutError(
@@ -591,7 +592,7 @@ class Lifecycle:
             asyncio.get_running_loop().call_soon(self._log_waste)
 
     def _log_waste(self) -> None:
-        """Warn if rollouts were dropped or many answers discarded, at most once per `WASTE_EVERY_S`."""
+        """Warn if rollouts were dropped or many answers were discarded, at most once per `WASTE_EVERY_S`."""
         policy, counts, now = self._policy, self.table.counts, asyncio.get_running_loop().time()
         self._waste_is_due = False
         wasted = counts.too_old + counts.stopped_early
@@ -681,7 +682,10 @@ class Lifecycle:
         return rollouts
 
     def _delivered(self, task_ids: Sequence[str]) -> None:
-        """Record a delivery in the journal. Keep its ids for a while, so that the caller may decline the result."""
+        """Record a delivery in the journal.
+
+        Keep the ids of the `DECLINABLE` newest results, which the caller may decline.
+        """
         self.journal.delivered(task_ids)
         self._handed_out[task_ids[0]] = tuple(task_ids)
         if len(self._handed_out) > DECLINABLE:
@@ -799,9 +803,9 @@ class Lifecycle:
         self.retry(record, f"engine {record.engine}: no answer in {limit} s", Partial())
 
     def _fail(self, record: Record, error: Exception) -> None:
-        """End a rollout with an error, which its handle raises, and cancel the other rollouts of its group.
+        """End a rollout that has failed. A group that can lose a rollout continues without it.
 
-        A group that can lose a rollout continues without it.
+        Otherwise cancel the other rollouts of the group, so that the group's handle raises `error`.
         """
         self.newest_failure = str(error)
         said = record.last_error or type(error).__name__

@@ -262,7 +262,8 @@ class RolloutOutcome(msgspec.Struct, frozen=True, gc=False, kw_only=True, omit_d
         """Check the tokens that turns share with earlier turns. A worker sends shared tokens only once.
 
         Raises:
-            ProtocolError: shared tokens do not exist, or there are more than `MAX_SHARED_TOKENS`.
+            ProtocolError: a turn shares more tokens than the earlier turn has, or all turns together share more than
+                `MAX_SHARED_TOKENS` tokens.
         """
         lengths: list[int] = []
         num_shared = 0
@@ -448,7 +449,7 @@ class TrainingSample(msgspec.Struct, frozen=True, kw_only=True):
             self._set("metadata", plain_map(f"{where}metadata", self.metadata))
 
     def _check_tensors(self, where: str) -> None:
-        """Raise `ConfigError` if `tensors` has invalid entries, or a per-token tensor of another length than the output."""
+        """Raise `ConfigError` if an entry of `tensors` is invalid, or a per-token tensor has not one entry per token."""
         for name, tensor in check_tensors(where, self.tensors).items():
             if tensor.per_token and tensor.shape[0] != len(self.output_ids):
                 raise ConfigError(

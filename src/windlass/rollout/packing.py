@@ -69,7 +69,7 @@ class Pack:
 def pack(
     samples: Sequence[TrainingSample], *, num_ranks: int = 1, max_tokens: int
 ) -> tuple[tuple[Pack, ...], ...]:
-    """Pack samples for trainer ranks. Return one tuple of packs per rank, the same number of packs for every rank.
+    """Pack samples for trainer ranks. Return one tuple of packs per rank. All tuples have the same length.
 
     The function uses as few packs as the greedy rule "longest sample first, into the shortest pack" allows. If there are
     fewer samples than packs, a pack without a sample gets a filler: a copy of the shortest sample with `loss_mask` False,
@@ -108,7 +108,7 @@ def pack(
 def divide(
     lengths: Sequence[int], max_tokens: int, *, num_ranks: int = 1, padded: bool = False
 ) -> list[list[int]]:
-    """Divide samples into micro-batches of at most `max_tokens` tokens. Return, for each, the indices of its samples.
+    """Divide samples into micro-batches of at most `max_tokens` tokens. Return the sample indices of each micro-batch.
 
     A longer sample is a micro-batch of its own. The number of micro-batches is a multiple of `num_ranks`.
 

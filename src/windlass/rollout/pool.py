@@ -274,7 +274,7 @@ class RemoteWorker(Worker, Session[WriteTensors, TensorsWritten]):
 
     def note_received(self, received: int) -> None:
         """Drop the kept batches up to number `received`, because the worker has received them. Wake a waiting sender."""
-        # The sender waits while too many batches are unreported.
+        # The sender waits while the worker has not confirmed `2 * MAX_UNSAID` batches.
         if len(self._sent) >= 2 * MAX_UNSAID:
             self._work.set()
         while (number := next(iter(self._sent), received + 1)) <= received:
@@ -300,7 +300,7 @@ class RemoteWorker(Worker, Session[WriteTensors, TensorsWritten]):
         return [key for key in unknown if key.task_id not in coming]
 
     async def attach(self, socket: web.WebSocketResponse) -> None:
-        """Continue on a new connection of the worker process; send unreceived batches again."""
+        """Use a new connection of the worker process, and send the batches again that the worker has not received."""
         self._socket, self.was_cut = socket, False
         for batch in list(self._sent.values()):
             await self.send(batch)
@@ -352,7 +352,7 @@ class RemoteWorker(Worker, Session[WriteTensors, TensorsWritten]):
                 self._work.set()
 
     def _next_batch(self) -> TaskBatch:
-        """Move queued tasks, cancellations, acknowledgements and released tensors into a new batch.
+        """Move queued tasks, cancellations, the acknowledgement, and the keys of released tensors into a new batch.
 
         Keep the batch until the worker reports that it has received the batch.
         """
@@ -570,8 +570,8 @@ class WorkerPool:
                 if not frame.outcomes:
                     return
                 outcomes = await decode_outcomes(frame)
-                # Outcomes before this batch are missing. An acknowledgement of this batch would also acknowledge them,
-                # so send none. The worker then sends all these outcomes again.
+                # If outcomes before this batch are missing, send no acknowledgement, because it would also acknowledge
+                # the missing outcomes. The worker then sends all these outcomes again.
                 if frame.first > session.next_outcome:
                     return
                 try:

@@ -84,7 +84,7 @@ def import_function(file: Path, name: str) -> Callable[[Rollout], object]:
     try:
         signature = inspect.signature(found)
     except ValueError:
-        # Some callables of C have no signature.
+        # Some functions that are written in C have no signature.
         return found
     try:
         signature.bind(None)

@@ -118,9 +118,10 @@ class RewardServer:
         return tuple([reward for batch in found for reward in batch])
 
     def _batches(self, sizes: Sequence[int]) -> list[tuple[int, int]]:
-        """Divide rollouts of these sizes into batches, and return [first, last) of each.
+        """Divide rollouts of these sizes into batches. Return the index range [first, last) of each batch.
 
-        A batch keeps the limits on its number of rollouts and its bytes, or has only one rollout.
+        A batch keeps the limits on its number of rollouts and its bytes. Only a batch of one rollout may have more
+        bytes.
         """
         batches, first, nbytes = [], 0, 0
         for number, size in enumerate(sizes):
@@ -223,7 +224,7 @@ def _rewards_in(answer: bytes, num_rollouts: int) -> tuple[float | _Unscored, ..
     """Return the rewards in an answer.
 
     Raises:
-        ProtocolError: the answer has another number of rewards.
+        ProtocolError: the answer does not have one reward per rollout.
         msgspec.MsgspecError: the answer is not valid.
     """
     rewards = msgspec.json.decode(answer, type=_Answer).rewards

@@ -260,7 +260,7 @@ class RewardProcess:
     def kill(self) -> None:
         """Kill the process and the programs that it started. Idempotent."""
         self._writer.close()
-        # The group may have ended already.
+        # The process group may have ended already.
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(self._process.pid, signal.SIGKILL)
 
@@ -373,7 +373,7 @@ class RewardPool:
                 job.cancel()
 
     async def _score(self, rollout: Rollout) -> float | RewardError:
-        """Score one rollout in a free process."""
+        """Return the reward of a rollout; count and return the error if the rollout cannot be scored."""
         async with self._slots:
             try:
                 reward = await self._score_in_process(rollout)

@@ -47,7 +47,7 @@ class _Fleet(msgspec.Struct, frozen=True):
 
 
 async def _tell_webhook(http: aiohttp.ClientSession, url: str, fleet: _Fleet) -> bool:
-    """Post the fleet as JSON. Return True after an HTTP status of 200 to 299; raise `ProtocolError` after others."""
+    """Post the fleet as JSON. Return True after an HTTP status of 200 to 299; raise `ProtocolError` after another."""
     body = msgspec.json.encode(
         {
             "published_version": fleet.published_version,

@@ -134,9 +134,9 @@ class StalenessPolicy:
         self.version = max(self.version, version)
 
     def count_from(self, version: int) -> None:
-        """Count the batches of the first bound from `version`, which the trainer publishes without a training step.
+        """Count batches from `version`, because the trainer publishes `version` without a training step.
 
-        At this version, as many samples may be admitted as at the beginning, in addition to the consumed ones.
+        At this version, the first bound allows `max_staleness` + 1 batches in addition to the consumed samples.
         """
         self.start_version, self.start_consumed = version, self.consumed
 
@@ -156,7 +156,7 @@ class StalenessPolicy:
         self.accepted += 1
 
     def release(self) -> None:
-        """Stop counting a sample as running, because it has ended without an accepted answer.
+        """Stop counting a sample as running, because it has ended or waits again.
 
         Raises:
             RolloutError: no sample is running.

@@ -151,7 +151,9 @@ class SampleTensor(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
         return array
 
     def to_torch(self) -> Any:
-        """Return a torch tensor of the elements, on the CPU. Elements that a transport has written are not copied.
+        """Return a torch tensor of the elements, on the CPU. Copy the elements only if their memory is read-only.
+
+        Elements that a transport has written are not copied.
 
         Raises:
             ConfigError: another process holds the elements.
@@ -195,7 +197,7 @@ _unused: deque[mmap.mmap] = deque(maxlen=KEPT_MAPPINGS)
 
 
 def _mapping(nbytes: int) -> mmap.mmap:
-    """Take the newest unused mapping of `nbytes` to 2 * `nbytes` bytes, or make a mapping of `nbytes` bytes."""
+    """Return the newest unused mapping with `nbytes` to 2 * `nbytes` bytes, or a new mapping of `nbytes` bytes."""
     chosen, others = None, []
     with contextlib.suppress(IndexError):
         while chosen is None:

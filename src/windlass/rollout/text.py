@@ -75,7 +75,7 @@ class Chat(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 def _check_message(where: str, message: Message) -> None:
-    """Raise `ConfigError` unless a message has a role, and a content of text, of text parts or of None."""
+    """Raise `ConfigError` unless a message has a role, and its content is text, a list of text parts, or None."""
     role, content = message.get("role"), message.get("content")
     if not isinstance(role, str) or not role:
         raise ConfigError(f"{where}: role must be text, got {role!r}")

@@ -69,7 +69,7 @@ def merge_turns(turns: Iterable[Turn]) -> tuple[Trajectory, ...]:
 
 
 def increments(turns: Sequence[Turn]) -> tuple[TurnIncrement, ...]:
-    """Return the turns without the tokens that they share with earlier turns, for an outcome. See `whole_turns`."""
+    """Return the turns without the tokens that they share with earlier turns. `whole_turns` is the inverse."""
     found: list[TurnIncrement] = []
     complete: list[tuple[int, ...]] = []
     for turn in turns:

@@ -243,7 +243,7 @@ class RolloutWorker(Client[WriteTensors, TensorsWritten, WorkerWelcome | TaskBat
         if isinstance(frame, TaskBatch):
             self._take(frame)
             return
-        # The address belongs to another controller now; the controller that assigned the attempts has ended.
+        # If another controller answers at the address, the controller that assigned the attempts has ended.
         if self._controller not in {"", frame.controller}:
             self._attempts.cancel_all()
         self._controller = frame.controller
@@ -385,8 +385,8 @@ class RolloutWorker(Client[WriteTensors, TensorsWritten, WorkerWelcome | TaskBat
     async def run(self) -> None:
         """Stay connected to the controller and deliver outcomes.
 
-        Return when the controller refuses the worker, or after `controller_gone_s` without a reachable
-        controller; `ended` then has the reason.
+        Return when the controller refuses the worker, or when no controller was reachable for `controller_gone_s`.
+        `ended` then has the reason.
         """
         delivery = asyncio.create_task(self._deliver(), name="outcomes")
         watch = BlockWatch(self._loop, f"worker {self._settings.name}")
@@ -447,7 +447,7 @@ async def run_worker(
     engine_token: str = "",
     agent_token: str = "",
 ) -> bool:
-    """Run a worker until SIGTERM or SIGINT, or until `controller_gone_s` without a reachable controller.
+    """Run a worker until SIGTERM or SIGINT, or until no controller was reachable for `controller_gone_s`.
 
     `token` is the secret of the job, or the token of the worker role. `engine_token` is the token for requests to
     engines; if `engine_token` is empty, the worker derives the token of the client role from `token`. Agents may claim

@@ -120,7 +120,7 @@ class WorkflowContext:
             watch: function that gets the tokens while the engine generates them; None if it is not needed.
 
         Raises:
-            ConfigError: the prompt is empty, or not integers.
+            ConfigError: the prompt is empty, or has an element that is not an integer.
             RolloutError: the engine failed, or the versions of the rollout's tokens differ by more than the
                 `max_staleness` of the `StalenessPolicy`. Do not catch this error in a workflow: the worker
                 must report it to the controller.
@@ -152,7 +152,7 @@ class WorkflowContext:
         that ends the attempt, the block is cancelled, and the `async with` raises the error.
 
         Args:
-            request_sampling: whether requests decide about seed, temperature, `top_p`, `top_k`, `min_p`, penalties and
+            request_sampling: whether requests may set seed, temperature, `top_p`, `top_k`, `min_p`, penalties and
                 `logit_bias`. By default the submitter's sampling parameters apply, and requests can only shorten
                 answers (`max_tokens`), add stop texts, and demand a structure or a tool call.
 

@@ -85,7 +85,7 @@ class FaultyTransport(WrappedTransport):
     def write(self, batch: WriteBatch, *, deadline_s: float) -> None:
         """Write like `inner`, but inject the fault that `faults` has for the number of this write.
 
-        Ignore the fault if it is for another endpoint: no later write gets it.
+        If the fault is for another endpoint, write without a fault. A later write does not get this fault.
         """
         with self._lock:
             number = self._num_writes

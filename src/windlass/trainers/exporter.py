@@ -181,7 +181,7 @@ def exported_manifest(
         UnsupportedLayout: a tensor is not contiguous; or see `captured_export`.
         ConfigError, PeerTimeout: see `captured_export`.
     """
-    # The memory that the module itself uses: for a DTensor, the local tensor in it.
+    # Export the memory that the module itself uses. For a DTensor, this is its local tensor.
     tensors = {one.name: local_part(one.tensor) for one in held}
     refuse_strided(tensors)
     required = [one.name for one in held if not one.is_buffer]
@@ -265,9 +265,10 @@ def _attempt(
     own: range,
     scattered: frozenset[_Key],
 ) -> tuple[dict[str, list[PlacedShard]], frozenset[_Key]]:
-    """Run the exporter on tensors that contain one digit of the element numbers per run, and on random values.
+    """Run the exporter several times, and find the elements of this rank's tensors in its output.
 
-    Find the boxes in the exporter's output.
+    In each run but the last, the tensors contain one digit of the element numbers. In the last run, they contain random
+    values.
 
     Args:
         tensors: see `captured_export`.

@@ -82,7 +82,7 @@ def patterns_from(what: str, patterns: Sequence[str]) -> tuple[str, ...]:
     """Check a sequence of patterns, and return it as a tuple. `what` is the name of the argument, for errors.
 
     Raises:
-        ConfigError: `patterns` is a string, or an element is empty or no string.
+        ConfigError: `patterns` is a string, or an element is empty or is not a string.
     """
     if isinstance(patterns, str) or not all(
         isinstance(p, str) and p for p in list[object](patterns)

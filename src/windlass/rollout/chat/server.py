@@ -261,7 +261,9 @@ class ChatServer:
             return _refused(ApiError(error.status, error.reason, "http_error"))
 
     def _authenticate(self, request: web.Request) -> None:
-        """Check the key of a request, and let its connection stay open from now on; see `Listener.admit`.
+        """Check the key of a request, and exempt its connection from the limits on strangers; see `Listener.admit`.
+
+        An ended session accepts only a repetition of its reward.
 
         Raises:
             ApiError: the key is wrong, or no file descriptor is left for the connection.
@@ -309,8 +311,8 @@ class ChatServer:
             http: the request.
             kind: type of the request's body.
             call_of: function that makes the session's call from the body.
-            reply_of: function that makes the reply from the model's name, the answers, whether the agent wants
-                log-probabilities, and whether it wants token counts in a stream.
+            reply_of: function that makes the reply. Its arguments are the model's name, the answers, whether the agent
+                wants log-probabilities, and whether the agent wants token counts in a stream.
         """
         session = self._session_of(http)
 
@@ -381,7 +383,10 @@ class ChatServer:
             return _json((await replied(None)).body())
 
     async def _models(self, http: web.Request) -> web.StreamResponse:
-        """Answer `GET /v1/models` with the model `MODEL`, and `GET /v1/models/{name}` with a model of any name."""
+        """Answer `GET /v1/models` with a list of the one model `MODEL`.
+
+        For `GET /v1/models/{name}`, every name exists.
+        """
         name = http.match_info.get("name", MODEL)
         model = {"id": name, "object": "model", "created": 0, "owned_by": "windlass"}
         return _json(model if "name" in http.match_info else {"object": "list", "data": [model]})

@@ -220,7 +220,7 @@ class ChatSession:
         """Wait until the agent sets the reward, and return the reward.
 
         Args:
-            idle_s: longest time without a request; then the agent counts as lost.
+            idle_s: seconds without a request after which the agent counts as lost.
 
         Raises:
             AttemptError: the agent sent no request for `idle_s`.
@@ -324,7 +324,7 @@ class ChatSession:
     async def _answer(self, call: Call, on_delta: Callable[[Delta], None] | None) -> list[Choice]:
         """Generate and record the answers, see `answer`. If an answer fails, remove the turns of all answers.
 
-        Some errors also end the attempt.
+        A `RolloutError` also ends the attempt, unless the engine refused the request.
         """
         prompt = await self._prompt(call)
         sampling = self._within_context(call.sampling, len(prompt.ids))

@@ -116,7 +116,7 @@ def _plain(value: str) -> object:
 
 
 def parse_llama_json(text: str) -> tuple[str, list[ToolCall]]:
-    """Parse `{"name": ..., "parameters": {...}}`, several with `;` between them (Llama 3)."""
+    """Parse one or more objects `{"name": ..., "parameters": {...}}`, separated by `;` (Llama 3)."""
     body = text.strip().removeprefix("<|python_tag|>").strip()
     if not body.startswith(("{", "[")):
         return text, []
@@ -173,7 +173,7 @@ MARKS: Mapping[str, Marks] = MappingProxyType(
 
 
 def text_before(text: str, marks: Iterable[str]) -> str:
-    """Return the text before the first mark. An end of the text that may be the beginning of a mark counts as this mark."""
+    """Return the text before the first mark. If the text ends with the beginning of a mark, leave out this end too."""
     end = len(text)
     for mark in marks:
         if (at := text.find(mark)) < 0:
@@ -211,9 +211,10 @@ def split_reasoning(text: str, *, is_open: bool = False, is_whole: bool = True) 
     """Divide an answer at `</think>`, and return the reasoning and the rest.
 
     Args:
-        text: generated text. Without `<think>` at its start it has no reasoning, unless `is_open`.
+        text: generated text. It has reasoning only if it starts with `<think>` or `is_open` is set.
         is_open: whether the prompt ends with `<think>`, as the chat templates of some models do.
-        is_whole: whether the answer is complete. If not, leave out an end that may be the beginning of a tag.
+        is_whole: whether the answer is complete. If the text of an incomplete answer ends with the beginning of a tag,
+            leave out this end.
     """
     begun = text.lstrip()
     if not is_whole and THINK.startswith(begun):
