@@ -139,7 +139,10 @@ REASONS: Mapping[str, str] = MappingProxyType(
 
 
 def translated(key: str) -> str:
-    """Return a text with Windlass's key, if there is one, for a key of TRL or verl; empty for all other keys."""
+    """Return a text about a key of TRL or verl: Windlass's key, or the reason why Windlass has none.
+
+    Return an empty string for any other key.
+    """
     for owner, names in (("TRL", TRL), ("verl", VERL)):
         if key in names:
             if ours := names[key]:

@@ -37,7 +37,7 @@ LossResult = torch.Tensor | tuple[torch.Tensor, Mapping[str, torch.Tensor]]
 def start_process_group(context: TrainContext, backend: str, device: torch.device) -> None:
     """Start torch.distributed's default process group, and set this rank's CUDA device. Collective over all ranks.
 
-    The ranks meet at the TCP store that rank 0 already serves, see `TrainContext.store_host`.
+    The ranks meet at the TCP store that rank 0 already serves (see `TrainContext.store_host`).
 
     Args:
         context: argument of `TrainEngine.setup`; its deadline is also the timeout of later collectives.

@@ -151,7 +151,7 @@ def check_served(
     for dtype, value in zip(dtype_of_sample, own.tolist(), strict=True):
         largest[dtype] = max(largest[dtype], value)
     worst: list[WorstAnswer] = []
-    # Trainers save a version before they train on its answers. So the last version has no file.
+    # A trainer saves version N at the beginning of step N. So the last version, which the last step publishes, has no file.
     saved = [v for v in published if (versions_dir / f"{v}.safetensors").exists()]
     for index in own.argsort(descending=True)[:NUM_WORST].tolist():
         sample = samples[index]

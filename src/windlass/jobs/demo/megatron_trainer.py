@@ -150,7 +150,8 @@ def gathered(
     for name, box, memory in parts(model, config):
         whole[name][_within(box)] = memory
     for name in sorted(whole):
-        # Each element has a value on at least one rank, and replicas have equal values.
+        # A rank has -inf for elements of other ranks. Each element has a value on at least one rank, and all values of one
+        # element are equal.
         dist.all_reduce(
             whole[name],
             dist.ReduceOp.MAX,

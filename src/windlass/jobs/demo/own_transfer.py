@@ -276,7 +276,7 @@ TRANSFERS: Mapping[tuple[str, str], OwnTransfer] = {
 
 
 def own_transfer_of(config: LaunchConfig) -> OwnTransfer:
-    """Return the engine's own transfer to compare with: over NCCL if possible, otherwise through files.
+    """Return the engine's own transfer for the comparison: over NCCL if possible, otherwise through files.
 
     NCCL is possible if the engine has its own GPU, because NCCL refuses two ranks on one GPU. The trainers must also be
     able to import the engine's package: it contains the trainers' half of the transfer.
@@ -313,7 +313,7 @@ async def run_own_transfer(
     script: Path = SCRIPT,
     show: Callable[[str], object] = lambda _: None,
 ) -> OwnResult:
-    """Run the job with the engine's own transfer, and check its answers.
+    """Run the job with the engine's own transfer, and check the engine's answers.
 
     Args:
         config: job with one engine server. The folder of the model must exist.
@@ -433,7 +433,7 @@ async def _start_server(
             **inherited_environment(),
             **config.environment,
             **section.environment,
-            # Trainers get the first GPUs.
+            # Trainers get the first GPUs, so the engine gets the last GPU.
             **({"CUDA_VISIBLE_DEVICES": gpus[-1]} if section.num_gpus else {}),
             **transfer.server_environment,
             "WINDLASS_TOKEN": token,

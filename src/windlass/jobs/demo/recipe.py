@@ -220,7 +220,7 @@ class DemoRecipe(Recipe):
         self.show(self._controller)
 
     def _on_phase(self, version: int, phase: Phase) -> None:
-        """Start to kill the last engine if an update begins to write the version `kill_engine_at`."""
+        """Start a task that kills the last engine when the update to the version `kill_engine_at` begins to write."""
         if version == self._kill_engine_at and version and phase is Phase.WRITE and not self._kill:
             victim = self._config.engines[-1].name
             self._note(f"kill -9 {victim} in the middle of the update to version {version}")

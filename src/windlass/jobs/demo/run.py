@@ -229,7 +229,7 @@ def prepare_server(config: LaunchConfig) -> None:
 
     If the trainer starts with random weights, write a checkpoint for the server with other random weights, so that only
     an update can give the server the right weights. If the server runs in another environment, make a folder with a link
-    to this package and with vLLM's entry point.
+    to this package and with the entry point by which vLLM finds Windlass's plugin.
     """
     server = config.engines[0]
     source, _, seed, *_ = config.trainer.arguments
@@ -242,7 +242,6 @@ def prepare_server(config: LaunchConfig) -> None:
         link = Path(path) / "windlass"
         link.parent.mkdir(parents=True)
         link.symlink_to(Path(windlass.__file__).parent, target_is_directory=True)
-        # vLLM finds the plugin by its entry point.
         info = link.parent / f"windlass_plugin-{windlass.__version__}.dist-info"
         info.mkdir()
         (info / "METADATA").write_text(
