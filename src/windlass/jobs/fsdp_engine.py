@@ -331,9 +331,9 @@ class FsdpEngine(TrainEngine):
         return index, self._sizes.dp_replicate * axes["dp_shard"]
 
     def shard(self, model: torch.nn.Module) -> None:
-        """Shard a module over the ranks as `setup` shards the trained module, for example a reference model.
+        """Shard another module (for example a reference model) in place, in the same way as the trained module. Collective.
 
-        The module is changed in place and is not trained, published or saved. Collective over all ranks.
+        This engine does not train, publish or save the other module.
 
         Raises:
             ConfigError: `setup` was not called yet.
@@ -393,7 +393,7 @@ class FsdpEngine(TrainEngine):
         return metrics
 
     def prepare_publish(self, version: int) -> bool:
-        """See `TrainEngine.prepare_publish`. Raise `ConfigError` without a connection to the fleet."""
+        """See `TrainEngine.prepare_publish`. Raise `ConfigError` if this rank is not connected to a fleet."""
         if self._client is None:
             raise ConfigError("FsdpEngine: publish_to_fleet must be True to publish, got False")
         self._client.prepare_publish(version)

@@ -113,9 +113,9 @@ async def run_job(
 ) -> JobSummary:
     """Run a job until its steps are done, its tasks end, or this process gets SIGTERM or SIGINT.
 
-    After a signal, a running step or weight update has `shutdown_s` to end, and a job with `trainer.save_every` then saves
-    a checkpoint; a second signal ends both waits. The job then stops, in this order: trainers and rollouts, workers and
-    engines, the controller. All processes that the scheduler started end with the job.
+    After a signal, the job waits at most `shutdown_s` for the end of a running step or weight update. Then it saves a
+    checkpoint, if `trainer.save_every` is set. A second signal ends both waits. The job then stops, in this order: trainers
+    and rollouts, workers and engines, the controller. All processes that the scheduler started end with the job.
 
     Args:
         config: configuration from `load_config`.
@@ -124,8 +124,8 @@ async def run_job(
         progress: display of the slow parts of the start.
 
     Raises:
-        ConfigError: see `check_job`, the recipe refuses the settings, or another job runs in the output folder. No
-            process was started.
+        ConfigError: `check_job` or the recipe refuses the settings, or another job runs in the output folder. No process
+            was started.
         WindlassError: a process could not be started or died too often, a deadline passed, or the job ended without
             publishing its last version.
     """
@@ -467,7 +467,7 @@ class Job:
         )
 
     def _write_report(self) -> None:
-        """Write the status page of the job into its output folder. Log an error of the file and continue."""
+        """Write the status page of the job into its output folder. If the file cannot be written, log a warning."""
         page = saved_page(self.controller.overview(), f"the job in {self._output_dir.name}/")
         try:
             write_file(self._output_dir / REPORT, page.encode())
@@ -643,7 +643,7 @@ class Job:
             finally:
                 for wait in waits:
                     wait.cancel()
-            # Take an ended process first, because `_hung` raises after the end of the process.
+            # If a process has ended, look at it and not at `_hung`, which then raises.
             process, reason = next(wait for wait in waits if wait in done).result()
             if self._num_trained > num_trained:
                 restarts, num_trained = 0, self._num_trained
@@ -712,7 +712,7 @@ class Job:
                         await self._save_last()
                         break
                     await self._step(batch, begun_at)
-                    # Workers free the tensors of these samples while the job waits for the next batch.
+                    # Drop the samples now, so that workers can free their tensors while the job waits for the next batch.
                     del batch
                 except TrainerError as error:
                     await self._start_again(error)
@@ -884,7 +884,7 @@ class Job:
         # next checkpoint.
         state, tasks, trained = self._recipe_state, self._open_tasks(), self._trained
         journal, num_groups = self._journal_position()
-        # Tasks that the job still has to skip come after the recipe's state.
+        # The journal counts the tasks that the job still has to skip, but the recipe's state is from before these tasks.
         num_groups -= self._num_skipped
         self._trained = []
         with self._waiting_for(lambda: f"the trainer ranks: checkpoint {self._steps}"):
@@ -944,12 +944,13 @@ class Job:
     async def _step(self, batch: list[list[TrainingSample]], begun_at: float) -> None:
         """Train one step on the samples of each group, and publish the new weights.
 
-        If the job has them, also run the recipe's hooks, write the audit record, update the journal of rollouts, save a
-        checkpoint, record metrics, and evaluate the new version. Afterwards the groups are no longer open.
+        Also run the recipe's hooks and record metrics. If the job's settings ask for it, write the audit record, update the
+        journal of rollouts, save a checkpoint, and evaluate the new version. Afterwards the groups are no longer open.
 
         Args:
             batch: samples of each group.
-            begun_at: time of the event loop when the job began to wait for the batch; the step's line has the seconds since.
+            begun_at: time of the event loop when the job began to wait for the batch. The line about the step has the
+                seconds since this time.
 
         Raises:
             TrainerError: the ranks failed, or the update failed.
@@ -1018,7 +1019,7 @@ class Job:
         return {each.task_id: each.sampling_seed for group in groups for each in group.rollouts}
 
     async def _audit(self, write: Callable[[AuditRecord], None]) -> None:
-        """Write to the audit record in a thread, if the job has one. Log an error of the file and continue."""
+        """Write to the audit record in a thread, if the job has one. If the file cannot be written, log the error."""
         if self._audit_record is None:
             return
         try:
@@ -1469,8 +1470,8 @@ def room_deadline_s(config: LaunchConfig) -> float:
     """Return the seconds that the job waits until the staleness bound admits another task.
 
     At the staleness bound, the job waits until the next version is published. The result is the sum of the deadlines of
-    all that may happen before: a batch and its scores, large tensors, a step, a checkpoint, an update, and restarts of
-    ranks.
+    all that may happen before: a batch and its scores, fetching large tensors, a step, a checkpoint, an update, and
+    restarts of ranks.
     """
     rollout, trainer = config.rollout, config.trainer
     return (

@@ -295,7 +295,7 @@ class MegatronEngine(TrainEngine):
         return float(total)
 
     def prepare_publish(self, version: int) -> bool:
-        """See `TrainEngine.prepare_publish`. Raise `ConfigError` without a connection to the fleet."""
+        """See `TrainEngine.prepare_publish`. Raise `ConfigError` if this rank is not connected to a fleet."""
         if self._client is None:
             raise ConfigError("MegatronEngine: publish_to_fleet must be True to publish, got False")
         self._client.prepare_publish(version)

@@ -48,7 +48,7 @@ class OutputFolder:
 
     @contextmanager
     def locked(self) -> Iterator[None]:
-        """Keep other jobs out of the folder inside the block, by a lock that the kernel frees if this process dies.
+        """Lock the folder against other jobs while the block runs. The kernel frees the lock if this process dies.
 
         If the file system cannot lock folders, log this and run the block without a lock.
 
@@ -65,7 +65,7 @@ class OutputFolder:
                     "other job ends, or choose another folder"
                 ) from error
             except OSError as error:
-                # Some network file systems lock no folders.
+                # Some network file systems cannot lock folders.
                 _log.info("%s is not locked against other jobs: %s", self.path, error)
             yield
         finally:

@@ -151,8 +151,8 @@ async def replay(
 def _spans(sample: TrainingSample) -> Iterator[tuple[int, int]]:
     """Yield [first, last) of each run of generated tokens in the output of a sample."""
     first: int | None = None
-    # Tokens that no engine generated have version -1. Tokens of an engine without a controller have it too, but their
-    # loss mask is True.
+    # Tokens that no engine generated have version -1. Tokens of an engine without a controller also have version -1, but
+    # their loss mask is True.
     pairs = zip(sample.versions, sample.loss_mask, strict=True)
     for number, is_generated in enumerate([*(v >= 0 or used for v, used in pairs), False]):
         if is_generated and first is None:
