@@ -331,7 +331,8 @@ class EngineAgent:
             self._receiver.interrupt(None, None)
         with self._lock:
             self._may_be_written = True
-            # The controller will not report how this round ended, so the weights count as mixed in later rounds too.
+            # The controller will not report how this round ended. If the round may have changed live weights, these
+            # weights also count as mixed in later rounds.
             self._mixed_weights |= self._open_to_writes
             self._end_round(GO_ON_S)
             if self._not_resumed:
@@ -354,7 +355,7 @@ class EngineAgent:
         self._delivery = self._receiver
 
     def _choose_driven(self, backend: DrivenBackend) -> None:
-        """Let the driven backend `backend` receive the bytes of this round. The next publish binds this rank again.
+        """Let the driven backend `backend` receive the bytes of this round.
 
         Raises:
             ProtocolError: the engine's process runs without Windlass, so only `p2p` can reach it.
@@ -378,15 +379,16 @@ class EngineAgent:
             )
 
     def _publish(self, version: int, deadline_s: float) -> None:
-        """Record that all weights of this rank are of `version`. Then stamp the version and resume the engine."""
+        """Record that all weights of this rank are of `version`. Then resume the engine, which reports this version."""
         self.served_version, self._is_stamped = version, False
         self._mixed_weights = self._open_to_writes = False
         self._end_round(deadline_s)
 
     def _fence(self) -> None:
-        """Wait until late bytes of an earlier round can no longer arrive, if a source may have died during a write.
+        """If an earlier round may have left a write unfinished, wait until its bytes can no longer arrive.
 
-        Called before this rank binds again. By then, sources that are still alive have reported the end of their writes.
+        Called before this rank binds again. Sources that are still alive have ended their writes by then, so only bytes
+        of a source that has died can be late.
         """
         if self._may_be_written:
             self._one_sided.transport.fence(deadline_s=FENCE_S)
@@ -411,7 +413,7 @@ class EngineAgent:
                 self._sleeper.round_ended()
 
     def _note_held(self, is_held: bool) -> None:
-        """Call `on_held` if `is_held` differs from the last call."""
+        """Call `on_held` with `is_held` if the value has changed since the previous call of this method."""
         if self._on_held is not None and is_held is not self._is_held:
             self._on_held(is_held)
         self._is_held = is_held
@@ -420,7 +422,7 @@ class EngineAgent:
         """Resume the engine within `deadline_s`, unless its weights are mixed or it has no weights to serve.
 
         If the engine does not resume, raise nothing: the next `Done` reports the reason (`Done.not_resumed`), and the
-        controller repeats the command. After a lost connection, the channel tries again after the next `Welcome`.
+        controller repeats the command. If the connection was lost, the channel tries again when the rank has connected.
         """
         self._not_resumed = SLEEPS if self._is_empty else ""
         self._note_held(self._mixed_weights)

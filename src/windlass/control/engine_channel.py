@@ -104,7 +104,8 @@ class EngineChannel(AgentChannel):
     async def on_connected(self) -> None:
         """Report to the controller whether the engine generates now.
 
-        The channel has sent stored replies again before this report. These replies are older, and may say the opposite.
+        Before this report, the channel has sent stored replies again. These are older, so their `Done.not_resumed` may be
+        outdated.
         """
         epoch, round_number = self.stored.newest
         await self.send(

@@ -257,7 +257,7 @@ class Fleet:
 
         Args:
             engine: the engine, with its present version and the flags of its ranks.
-            now: previous state of the engine. After a round: the state that follows from the engine's outcome.
+            now: state that the engine has had until now. After a round: state that follows from the engine's outcome.
             reason: cause of `now`.
         """
         is_kept = now in {EngineStatus.MIXED_WEIGHTS, EngineStatus.QUARANTINED}
@@ -418,7 +418,8 @@ class Fleet:
         - Set the group's version to the lowest version of its ranks, and update the state of its engine.
         - Record the rank's endpoints, so that no other rank may connect with one of them.
         - End the quarantines and holds of earlier processes with the rank's name: these processes have ended, because a
-          new process has their name. Quarantine the rank itself if its name is in `quarantine_on_return`.
+          new process has their name.
+        - Quarantine the rank itself if its name is in `quarantine_on_return` and its Hello has an epoch above 0.
         - For a trainer rank, set `job`. If the job is new, refuse the ranks of the previous job from now on.
         """
         group = self._groups.setdefault(
@@ -438,7 +439,7 @@ class Fleet:
             self._trainer_group = hello.group
             self._num_of_job[hello.job] += 1
             self._note_mesh(hello)
-            # A rank with a lineage was connected to a controller before, so its job is not new and replaces no job.
+            # Only a rank without a lineage can belong to a new job: all other ranks were connected to a controller before.
             if hello.job != self.job and not hello.lineage:
                 self.replace_job(hello.job)
             self.job = hello.job
@@ -456,7 +457,7 @@ class Fleet:
         return agent
 
     def _note_mesh(self, hello: Hello) -> None:
-        """If the number of trainer ranks has changed, drop the holds of the earlier ranks, because these have ended."""
+        """If the number of trainer ranks has changed, drop the holds of earlier trainer processes, which have all ended."""
         if hello.world_size != self._num_trainers:
             for past in [k for k in self.holds if k[0].rpartition("/")[0] == hello.group]:
                 del self.holds[past]
@@ -571,8 +572,8 @@ class Fleet:
         """End a hold if a late answer shows that the write of the hold has ended.
 
         Late answers arrive after the end of their round. The answer to the write command of a hold ends the hold. If
-        this answer reports a link with an unknown outcome, quarantine the link's engine, as during the round. The
-        answer to a probe also ends the hold: agents answer in order, so the write has ended or has never begun.
+        this answer reports a link with an unknown outcome, quarantine the link's engine. The answer to a probe also ends
+        the hold: agents answer in order, so the write has ended or has never begun.
 
         Returns:
             Whether the answer has ended a hold or quarantined an engine.
@@ -673,9 +674,9 @@ class Fleet:
         )
 
     def _held_up(self, engine: Group) -> str:
-        """Return why no round writes to an engine in the state WAITING: sources that have not answered a write to it.
+        """Return a text that names the sources whose missing answers to a write keep an engine in the state WAITING.
 
-        Return an empty string in any other state, or if there is no such source.
+        Return an empty string if the engine has another state, or if there is no such source.
         """
         if engine.status is not EngineStatus.WAITING:
             return ""
@@ -731,7 +732,7 @@ class Fleet:
         """Store the outcome of a round in the fleet.
 
         - Engines that published get the new version, and their counts of late bindings become 0.
-        - Every engine gets the state that follows from its outcome. Engines with an unknown write are quarantined.
+        - Every engine gets the state that follows from its outcome. Engines with the outcome QUARANTINED are quarantined.
         - Each source that has not answered a write command gets a hold on the engines that its bytes may still reach.
 
         An engine whose processes were replaced during the round is left as it is, because the new processes took no part.
@@ -784,7 +785,7 @@ def _is_routable(engine: Group) -> bool:
 
 
 def _unknown_of(result: Result) -> set[str] | None:
-    """Return the ranks in whose memory bytes may still arrive after a write. Return None if `result` answers no write."""
+    """Return the ranks in whose memory the bytes of a write may still arrive; None if `result` is not from a write."""
     match result:
         case Relayed():
             return set(result.unknown_to)

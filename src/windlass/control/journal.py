@@ -124,7 +124,7 @@ class JournalSummary:
                 pass
 
     def entries(self) -> Iterator[JournalEntry]:
-        """Yield the entries of a compacted journal. A new summary to which these entries are added equals this summary."""
+        """Yield the entries of a compacted journal. Adding these entries to an empty summary gives this summary again."""
         at, said = (self.epoch, self.round), ((), "compacted")
         yield JournalEntry(JournalKind.STARTED, *at, self.published, *said, self.lineage)
         if self.published >= 0:

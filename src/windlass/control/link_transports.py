@@ -32,7 +32,9 @@ class LinkAddresses:
         self.strided: set[Link] = set()
 
     def choose(self, links: Iterable[Link]) -> dict[str, str]:  # noqa: ARG002
-        """Choose a transport for each link, and record it in `choices` and `strided`. This base class chooses nothing.
+        """Choose a transport for each link. This base class chooses nothing.
+
+        Record the transports in `choices`. Record a link in `strided` if its transport has strided stores.
 
         Returns:
             Destination -> reason, for destinations that a source cannot reach over any transport.

@@ -100,8 +100,8 @@ class LinkLedger:
 
         Args:
             destination: the rank that answered.
-            mismatched: sources of the links with a wrong digest. These links count as unwritten again. If there are
-                none, the destination counts as verified.
+            mismatched: sources of the links with a wrong digest. These links count as unwritten again. If `mismatched`
+                is empty, the destination counts as verified.
 
         Returns:
             False if a source in `mismatched` has no link to the destination. Nothing is recorded then.

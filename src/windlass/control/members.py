@@ -272,7 +272,7 @@ class Members:
             await self.lost(old, "replaced by a newer connection of the same process")
             self._tasks.spawn(old.close())
         if hello.role is Role.TRAINER:
-            # Check first, so that an agent with an invalid Hello does not replace connected agents.
+            # Check the Hello first, so that an agent with an invalid Hello disconnects no engine and no earlier job.
             self._fleet.check(hello)
             await self._free_name(hello)
             await self._make_room(hello)
@@ -321,8 +321,8 @@ class Members:
     async def admitted(self, session: AgentSession) -> None:
         """Log how much memory an admitted agent has registered, and notify the coroutines that wait for agents.
 
-        If all ranks of the agent's group are now connected, or if a source has not answered a write, also start a task
-        that brings up engines (`MemberEvents.bring_up`).
+        If all ranks of the agent's group are now connected, or if a source has not answered a write, also call
+        `MemberEvents.bring_up`. This call brings up engines, and sends a probe to each such source.
         """
         hello = session.agent.hello
         if hello.registered.num_regions:
@@ -402,7 +402,7 @@ class Members:
     async def lost(self, session: AgentSession, reason: str, *, ended: bool = False) -> None:
         """Remove a connection from `sessions`, and its agent from the fleet.
 
-        Calls that wait for an answer of the agent raise PeerUnreachable. Then call `MemberEvents.lost`, and wake the
+        Let calls that wait for an answer of the agent raise PeerUnreachable. Then call `MemberEvents.lost`, and wake the
         coroutines that wait for changes.
 
         Args:

@@ -137,8 +137,8 @@ class PublishRequests:
     def receive(self, pending: PendingPublish) -> UpdateReport | None:
         """Record an announcement as the newest request of its rank.
 
-        Record nothing if the update of the rank's newest request has begun, and the same process now repeats this request
-        or an earlier one.
+        Record nothing if the update of the rank's newest request has begun, and `pending` is the same attempt or an
+        earlier attempt of the same process.
 
         Returns:
             Report to send to the rank if `pending` repeats a request whose update has ended; otherwise None.
@@ -224,7 +224,7 @@ class MissingRanks:
         self._timer: asyncio.TimerHandle | None = None
 
     def text(self) -> str:
-        """Return a text with the ranks that are not connected, and the ranks that have not announced; empty if none."""
+        """Return a text that names the ranks that are not connected or have not announced; empty if no rank is missing."""
         trainers = self._fleet.trainers()
         workers = () if trainers is None else trainers.workers
         idle = [worker for worker in workers if not self._requests.is_waiting(worker)]

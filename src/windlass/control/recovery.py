@@ -124,7 +124,7 @@ class CatchUps:
     # --- trainers that wait with the published weights ---------------------------------------
 
     def add_standstill_check(self, holds: Callable[[], bool]) -> None:
-        """Add a condition for `trainers_stand_still`.
+        """Add a condition for `trainers_stand_still`, which needs only one condition that holds.
 
         Args:
             holds: function that returns True only while all trainer ranks wait and keep the weights that they published
@@ -154,12 +154,10 @@ class CatchUps:
         """Start a task that waits until no round runs, brings up engines that are behind, and binds the fleet.
 
         Do not start a second task while one task still waits. Also send a probe to each source that has not answered a
-        write. Before this source answers, no round writes to the engines that its bytes may still reach.
+        write. Until the source answers, no round writes to the engines that its bytes may still reach.
         """
         if self._fleet.held:
             self._tasks.spawn(self._members.probe_held())
-        # A task that still waits needs no second task: it begins its work only after the running
-        # round has ended.
         if not self._is_due:
             self._is_due = True
             self._tasks.spawn(self._bring_up_and_bind())
@@ -220,10 +218,9 @@ class CatchUps:
     def lost(self, agent: Agent, *, ended: bool) -> None:
         """Reset the failed attempts of an engine (or of the trainers) after one of its ranks has lost its connection.
 
-        If `ended` is True for an engine rank, also start a task that ends the rank's hold later (`presume_ended`).
-
-        While the lost rank may still be writing, no round writes to its destinations. An engine rank's writes count as
-        ended after the deadline of writes, if `ended` is True and the process has not connected again by then.
+        While the lost rank may still be writing, its hold keeps rounds from writing to its destinations. If `ended` is True
+        for an engine rank, also start a task that drops this hold after the deadline of writes, unless the process has
+        connected again (`presume_ended`).
 
         Args:
             agent: the rank.
@@ -286,7 +283,7 @@ class CatchUps:
     async def _copy(self, donor: Group, newcomer: Group, plan: TransferPlan) -> UpdateReport:
         """Bind two engines, run a round in which `donor` sends its weights to `newcomer`, and return the report.
 
-        Remove `newcomer` from the binding of the trainers. Wake the coroutines that wait for changes after the round.
+        `bind_copy` removes `newcomer` from the fleet's binding. After the round, wake the coroutines that wait for changes.
         """
         fleet = self._fleet
         binding = await self._connector.bind_copy(donor, newcomer, lambda *_: plan)
@@ -325,7 +322,10 @@ class CatchUps:
         self._waiting[name] = self._tasks.spawn(self._try_again(name, delay_s))
 
     async def _try_again(self, name: str, delay_s: float) -> None:
-        """Wait for `delay_s` seconds, and start to bring up all engines that are behind. `name` is the engine that failed."""
+        """Wait for `delay_s` seconds, and start to bring up all engines that are behind.
+
+        `name` is the name of the engine or of the trainer group that failed.
+        """
         await asyncio.sleep(delay_s)
         del self._waiting[name]
         self.bring_up_soon()
@@ -377,8 +377,8 @@ class ResumeRetries:
         If the rank does not generate, start a task that repeats the command to resume. If the rank generates, or sleeps
         until the next round, cancel that task.
 
-        Every `Done` reports this (`Done.not_resumed`), with two exceptions: the answer to a probe, and a stored answer
-        that the rank repeats after it has connected again.
+        `Done.not_resumed` reports whether the rank generates. Two kinds of `Done` are ignored, because they do not report
+        the present state: the answer to a probe, and a stored answer that the rank repeats after it has connected again.
 
         Returns:
             Whether the rank has changed from generating to not generating, or back.

@@ -94,7 +94,7 @@ class RoundRunner:
     def _sent_before(self, binding: Binding) -> dict[Link, str]:
         """Return link -> digest of its bytes in the last published version, for links to engines that serve this version.
 
-        The result is empty if other trainer processes published the version.
+        The result is empty if the trainer processes of `binding` are not those that published the last version.
         """
         if self._fleet.published_by != binding.identities_of(binding.trainers):
             return {}

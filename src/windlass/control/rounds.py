@@ -402,8 +402,8 @@ class RoundMachine:
             # A trainer that has answered its write command is needed only if links must be written again.
             if self.phase is Phase.PREPARE or worker in self._links.in_flight:
                 self._give_up(f"{worker}: {reason}")
-            # Do not wait for the lost trainer. It can only owe the answer to `Release`, and its
-            # memory is free when its process has ended.
+            # Do not wait for the lost trainer. Only its answer to `Release` can still be missing, and the end of its
+            # process frees its memory too.
             self.pending = {seq: sent for seq, sent in self.pending.items() if sent[0] != worker}
 
     def _on_deadline(self) -> None:
@@ -553,7 +553,9 @@ class RoundMachine:
     # --- endings -----------------------------------------------------------------------------
 
     def _drop(self, name: str, reason: str, *, unknown: bool = False, lost: str = "") -> None:
-        """Leave one engine out and continue the round. If the engine has left already, only quarantine it if `unknown`.
+        """Leave one engine out and continue the round.
+
+        If the engine has left already, quarantine it if `unknown` is True, and do nothing otherwise.
 
         Args:
             name: the engine.
@@ -586,7 +588,8 @@ class RoundMachine:
     def _may_be_mixed(self) -> bool:
         """Return whether an engine that leaves the round now may have mixed weights.
 
-        If writes change live weights, return True after the first write. Otherwise return True from APPLY on.
+        If writes change live weights, return True after the first write. Otherwise return True from APPLY on. A phase that
+        the controller could not record (`GiveUp.is_blocked`) has not begun.
         """
         if self._delivery.changes_live(self._config.mode):
             return self._wrote

@@ -95,9 +95,9 @@ class Run:
     def note_joined(self, hello: Hello) -> None:
         """Update epoch and published version from the Hello of an admitted agent.
 
-        If an agent of this run serves a newer version, up to `reserved`, record that this version is published. A
-        controller without a journal file also accepts versions of another run, but only before the controller has bound
-        a plan, and only from trainers: an engine may have served an unrelated run.
+        If an agent of this run serves a newer version that is not above `reserved`, record that this version is published.
+        A controller without a journal file also accepts a version of another run, but only from a trainer, because an
+        engine may have served an unrelated run. It does so only until it has bound a plan.
         """
         # An agent refuses epochs below the highest that it has received from any controller.
         epoch = max(self.round_id.epoch, hello.epoch)

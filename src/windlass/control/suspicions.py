@@ -58,7 +58,7 @@ class Suspicions:
     def sent_before(self, workers: Collection[str]) -> dict[Link, str]:
         """Return the part of `digests` about links whose destinations are in `workers`, for `RoundSpec.sent_before`.
 
-        These ranks must serve the version of `digests`.
+        The ranks `workers` must serve the version of `digests`.
         """
         return {link: digest for link, digest in self.digests.items() if link[1] in workers}
 

@@ -96,7 +96,7 @@ class TrainerAgent:
             case Release() if self._release is not None:
                 self._release()
             case Abort():
-                # Nothing to undo: packed bytes are the only state that a round leaves in the sender.
+                # There is nothing to undo, because a round changes nothing in this rank but the sender's packed bytes.
                 pass
             case _:
                 result = carry_out(self._binding.sender, command, RoundId(epoch, round_number))

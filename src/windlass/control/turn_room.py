@@ -39,7 +39,7 @@ def _place(hello: Hello) -> tuple[str, str]:
 
 
 def _shortage(engines: list[Hello], trainers: list[Hello]) -> str:
-    """Return why ranks cannot take turns on one memory; empty if they may fit."""
+    """Return why these engine and trainer ranks do not fit into the memory that they share; empty if they may fit."""
     room = engines[0].room
     names = listed([rank.worker for rank in engines])
     where = f"the memory of {'the host' if room.is_host else f'GPU {room.name}'}"
