@@ -214,7 +214,7 @@ def _grow(items: _Items, dim: int, grown: list[int], limit: int) -> _Items:
         same &= ordered[1:] == ordered[:-1]
     same &= np.diff(items.start[:, dim]) == 1
     step = np.where(same, np.diff(items.place), 0)
-    # Plans have no negative strides, so do not join these items.
+    # Plans have no negative strides, so do not join items whose place decreases.
     step[step < 0] = 0
     first, length, stride = _chains(step, limit)
     joined = items.take(first)

@@ -50,9 +50,9 @@ def read_digit(values: torch.Tensor, bits: int, position: int, factor: float = 1
         values: memory of the tensor.
         bits: bits per digit.
         position: position of the loaded digit in the element numbers; 0 is the lowest.
-        factor: factor by which the engine's loader multiplies values. The product is rounded to the tensor's dtype, but
-            different digits give different products: a digit has at most eight bits, as many as the significand of
-            bfloat16, the coarsest dtype of such products.
+        factor: factor by which the engine's loader multiplies values. The product is rounded to the tensor's dtype.
+            Different digits still give different products, because a digit has at most eight bits. The coarsest dtype
+            of such products, bfloat16, has a significand of eight bits.
 
     Returns:
         For each place, the digit as a part of the element number (digit << bits * position); `_NOTHING` for a place
@@ -253,7 +253,7 @@ class ElementIds:
     def chunks(self) -> Iterator[tuple[int, torch.Tensor]]:
         """Yield (index of the first place, element numbers) for successive chunks of the tensor.
 
-        Padding has negative numbers.
+        The number of a padding place is negative.
         """
         groups, rows, width = self._shape
         patterns = self._patterns()

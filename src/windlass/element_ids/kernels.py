@@ -63,7 +63,8 @@ class Kernels:
         Args:
             memory: memory to check, (groups * rows * width,), fewer than 2^32 elements.
             heads: element number of the first place of each row, int64, (groups, rows), contiguous.
-            patterns: differences from the row's first element number, int64, (groups, width), contiguous.
+            patterns: for each place of a row, its element number minus that of the row's first place; a large negative
+                number for padding. int64, (groups, width), contiguous.
             end: number of elements of the checkpoint.
             seed: result of `codes.hash_seed` for the seed of the load.
 
@@ -81,7 +82,7 @@ class Kernels:
             *(ctypes.c_int64(end), ctypes.c_uint32(seed % (1 << 32))),
         )
         wrong, padding, held, empty = self._run(f"check_{NAMES[memory.dtype]}", numel, arguments, 4)
-        # If the kernel did not run, `wrong` is 0 as well.
+        # `wrong` is also 0 if the kernel did not run, so check that it has counted all elements.
         if held + empty != numel:
             raise TransferFailed(
                 f"cuda: the kernel must compare all {numel} elements, got {held + empty}"

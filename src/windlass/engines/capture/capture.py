@@ -117,8 +117,8 @@ def capture(
             (such as repacking for a kernel) fails this check. Capture loads only one layer of each group of identical
             layers, and compares `NUM_SAMPLES` places per tensor of the other layers with the checkpoint. None to check
             nothing.
-        exact_numel: number of elements up to which capture reads every place of a tensor. Of a larger tensor, capture
-            first reads rows only (see `ElementIds`).
+        exact_numel: number of elements up to which capture reads every place of a tensor. In a larger tensor, capture
+            first reads only the first place of each row, and whole sample rows (see `ElementIds`).
         factors: constants by which the engine's loader may multiply a tensor. For such a tensor, updates write a buffer,
             and `Captured.finalise` writes the multiplied values into the tensor. If a factor is not 1, capture needs
             one more load.
@@ -168,7 +168,7 @@ def capture(
         with _timed(seconds, "putting back"):
             before.restore()
             held.changed()
-    # Describe the restored tensors: a load may have replaced tensors.
+    # Describe the tensors of the restored model, because a load may have replaced tensors.
     now = held()
     made = [n for n in seen.numbers if n not in now or now[n].reach != seen.holdings[n].reach]
     refuse(made, "tensors that did not exist before the engine's loader made them")
@@ -241,7 +241,8 @@ def capture_on_every_rank(
 ) -> _Found:
     """Capture and return this rank's layout. If the capture fails on one rank, raise an error on every rank. Collective.
 
-    Loaders of tensor-parallel ranks may wait for each other, so a rank alone cannot repeat a failed capture.
+    Otherwise only the failed rank would capture again at the next join. Its loader might then wait for the loaders of the
+    other ranks, which reuse their layouts.
 
     Args:
         capture: function that captures this rank's layout.
@@ -350,15 +351,15 @@ def _find_multiplied(
 def _observe_every_tensor(
     loads: _Loads, exact_numel: int, *, recompute: bool
 ) -> tuple[Seen, Recompute | None]:
-    """Find out for each tensor that a load changes whether it is a copy of checkpoint elements or a computed tensor.
+    """Find out whether each tensor that a load changes is a copy of checkpoint elements or a computed tensor.
 
-    Call `_observe_once` until it has an answer for every tensor. Each further call reads more tensors at every element
-    instead of only in rows, or loads test values into every layer instead of only one layer per group of identical
-    layers.
+    Call `_observe_once` until it has an answer for every tensor. Each further call reads more tensors at every place, or
+    loads test values into every layer instead of only one layer per group of identical layers.
 
     Returns:
-        The layout of every tensor; and the load of a part of the checkpoint that computes tensors again after an update,
-        or None if nothing has to be computed again. `Seen.computed` names only the tensors that this load computes.
+        The layout of every tensor; and a `Recompute`, which loads a part of the checkpoint again after an update so that
+        the loader computes the computed tensors again. None instead of the `Recompute` if there is no computed tensor.
+        `Seen.computed` names only the tensors that the `Recompute` computes.
 
     Raises:
         UnsupportedLayout: a tensor is computed, and `recompute` is False.
@@ -709,8 +710,8 @@ def _require_repeated(
         Names of the tensors that were not compared, because their layers were not loaded.
 
     Raises:
-        UnsupportedLayout: a tensor has other bytes than before the capture, or a Python number depends on the
-            checkpoint, but loads of random values do not change the number. The message names these tensors or numbers.
+        UnsupportedLayout: a tensor has other bytes than before the capture; the message names these tensors. Or a Python
+            number has changed that loads of random values do not change (`_refuse_numbers`).
     """
     computed = frozenset() if part is None else frozenset(part.names)
     buffers = frozenset() if part is None else frozenset(spec.name for spec, _ in part.buffers)

@@ -38,7 +38,7 @@ def checkpoint_folder(
     """Return the folder from which an engine loaded its model.
 
     Args:
-        option: name of the setting `model` in errors.
+        option: name of the command-line option that gives `model`, for error texts.
         model: folder, or repository of the Hugging Face Hub that was downloaded to this host.
         revision: revision of the repository.
         cache: download folder; None for the default of the Hub's client.

@@ -112,7 +112,7 @@ def _write_rounded(waiting: Sequence[tuple[str, torch.Tensor, torch.Tensor, torc
     """Write rounded values to their targets. Each item of `waiting` is (name, target, received, rounded).
 
     Raises:
-        TransferFailed: rounding made a finite value infinite.
+        TransferFailed: rounding made a finite value infinite; see `copy_cast`.
     """
     bounds = defaultdict[tuple[torch.device, torch.dtype], list[torch.Tensor]](list)
     for _, _, _, rounded in waiting:
@@ -211,7 +211,7 @@ class Captured:
             self.later.look()
 
     def check_places(self) -> None:
-        """Check that the tensors into which updates write have their addresses of the capture. Read no values.
+        """Check that the tensors into which updates write still have the addresses that capture found. Read no values.
 
         Raises:
             UnsupportedLayout: the engine has moved a tensor.
@@ -251,9 +251,9 @@ class Seen:
     def scattered(self, codes: Codes) -> frozenset[str]:
         """Return the names of the tensors that capture must still read at every place.
 
-        The result contains the tensors whose captured elements failed the check. For some tensors, capture has read
-        whole rows instead of single places. The result contains such a tensor if the loader multiplies the tensor by a
-        factor, or if a checkpoint tensor has more than `MAX_BOXES` boxes in it.
+        The result contains the tensors whose captured elements failed the check. It also contains two kinds of tensors
+        that capture has read only in rows: those that the loader multiplies by a factor, and those that contain more than
+        `MAX_BOXES` boxes of one checkpoint tensor.
         """
         in_rows = {name for name, numbers in self.numbers.items() if not numbers.by_place}
         return self.unproven | {

@@ -339,7 +339,7 @@ class Watched:
         return self._reach
 
     def settle(self) -> None:
-        """From now on, ignore new tensors of kind HELD: tensors that are not direct members of a module.
+        """Ignore new tensors of kind HELD from now on: tensors that are not direct members of a module.
 
         An engine's loader may keep temporary tensors in other objects during a load.
         """

@@ -132,9 +132,9 @@ def find_mirrors(
         numbers: Python numbers of the engine, by path.
 
     Returns:
-        As `mirrors`, tensors that copy elements of weights. As `derived`, tensors that correlate with a weight, mirrors
-        in read-only memory, mirrors that may copy either of two weights, and numbers that equal the smallest or largest
-        element of a weight.
+        `mirrors` has the tensors that copy elements of weights. `derived` has the tensors that correlate with a weight,
+        the mirrors in read-only memory, the mirrors that may copy either of two weights, and the numbers that equal the
+        smallest or largest element of a weight.
     """
     sources = [h for h in weights if h.tensor.is_floating_point() and h.tensor.numel() >= FEW]
     mirrors: dict[str, Mirror] = {}
@@ -200,7 +200,7 @@ def _on_devices(
 
 
 def _in_memory_of(part: Part, copy: torch.Tensor, tensor: torch.Tensor) -> Part:
-    """Replace the target of a part, a view of `copy`, by the same view of `tensor`. Return the new part.
+    """Return a part whose target is a view of `tensor`, in place of the same view of `copy`.
 
     `copy` is a copy of `tensor` on another device, with the same shape and strides.
     """
@@ -577,7 +577,7 @@ def _correlated(holding: Holding, sources: list[Holding]) -> str | None:
 def _correlation(one: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
     """Return the larger of Pearson's correlation and Spearman's rank correlation of two tensors, as a tensor without dims.
 
-    If `one` is sorted, ignore the rank correlation: two sorted tensors always have equal ranks.
+    If `one` is sorted, ignore the rank correlation, because any other sorted tensor would have the same ranks.
     """
     count = min(one.numel(), NUM_SAMPLES)
     at = _places(_spread(one.numel(), count, one), one.shape)

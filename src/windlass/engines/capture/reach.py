@@ -477,7 +477,7 @@ class _Walk:
         """Add a node for an object, unless the walk has found the object before.
 
         The object of `holder` references `item`; `join` and `key` say how. If `path` is None, the path follows from
-        these three.
+        `holder`, `join` and `key`.
         """
         if id(item) in self._seen:
             return
@@ -501,7 +501,7 @@ class _Walk:
             case Form.MODULE | Form.OBJECT | Form.CLASS:
                 pass
             case Form.DICT:
-                # A subclass may load or compute its items in `items`.
+                # Do not call `item.items`, because a subclass may load or compute values there.
                 self._values(node, Join.ITEM, dict.items(item))
             case Form.SEQUENCE:
                 self._values(node, Join.ITEM, enumerate(item))
@@ -522,9 +522,8 @@ class _Walk:
     def _is_of_server(self, kind: type) -> bool:
         """Return whether a class whose objects have a lock belongs to the server, not to the model.
 
-        The walk skips such objects.
-
-        This is true if the class is in a server's package, or if no module of the model is in the class's package.
+        Return True if the class is in a server's package, or if no module of the model is in the class's package. The walk
+        then skips the objects of the class.
         """
         package = kind.__module__.partition(".")[0]
         return package in _SERVERS or package not in self._packages
@@ -552,7 +551,8 @@ class _Walk:
     def _values(self, node: Node, join: Join, held: Iterable[tuple[Any, Any]]) -> None:
         """Add nodes for the values in the object of `node`; `held` has pairs of key and value.
 
-        Record a Python number as a number, and an empty container as empty, without a node. Skip values of skipped classes.
+        Add no nodes for Python numbers and empty containers; record them in lists of numbers and of empty containers. Skip
+        values of skipped classes.
         """
         shapes, found, seen = _SHAPES, self._found, self._seen
         for key, value in held:
@@ -586,7 +586,11 @@ class _Walk:
         self._globals(_globals_of(function))
 
     def _enter_class(self, kind: type) -> None:
-        """Add the data and the functions with state of a class and its base classes, and the globals that the functions use."""
+        """Add what the methods of a class can read, for the class and each base class.
+
+        This is the data in the class's attributes, the class's functions that have state, and the globals that its functions
+        use.
+        """
         for base in kind.__mro__:
             if not _is_foreign(base.__module__):
                 self._class_state(base)
@@ -903,7 +907,8 @@ def _variables_used_by(functions: list[FunctionType]) -> Iterator[tuple[dict[str
     """Yield (namespace, name) of the global variables that functions use.
 
     Also yield the variables of functions that these functions call. Follow any number of calls within one Python module,
-    but only one call into another Python module. Code may name a variable through its module, as in `kernels.cache`.
+    but only one call into another Python module. Find variables that the code names directly, and variables that it names
+    through their module, as in `kernels.cache`.
     """
     waiting = [(function, True) for function in functions]
     seen = {function.__code__ for function in functions}

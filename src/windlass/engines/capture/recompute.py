@@ -112,8 +112,8 @@ class Recompute:
     def fix_addresses(self, refilled: Collection[str]) -> None:
         """Record the addresses that a load must not change, and the fingerprints of constants.
 
-        A constant is a parameter or buffer that neither updates nor loads write. `refilled` has the names of mirrors,
-        which are no constants.
+        A constant is a parameter or buffer that neither updates nor loads write. Mirrors are not constants; `refilled` has
+        their names.
         """
         held = self.held()
         self._fixed = _places(held, self.written, self.names)
@@ -480,8 +480,8 @@ class _Part:
         self.load(self.codes.some(sources, _SEEDS[0]))
         plain = prints_of(self.held())
         while names:
-            # Load other values first. If the loader then copies a mark to a place that is not padding, `clear` restores
-            # one of these other values, and the tensor differs from `plain`.
+            # Load values of another seed first. If the loader then copies a mark (NaN) to a place that is not padding,
+            # `clear` restores the value of the other seed at this place, and the tensor differs from `plain`.
             self.load(self.codes.some(sources, _SEEDS[1]))
             marks = _Marks(self.held(), dict.fromkeys(names, -1))
             try:

@@ -78,7 +78,7 @@ def unfilled_ranges(
 
 
 def _filled(captured: Captured) -> Iterator[tuple[int, int]]:
-    """Yield the address and the bytes of each memory that an update writes completely: without padding."""
+    """Yield address and number of bytes of each parameter that has no padding: an update writes all of its memory."""
     for address, parameter in zip(captured.addresses, captured.manifest.parameters, strict=True):
         if not parameter.padding_nbytes:
             yield address, parameter.nbytes
