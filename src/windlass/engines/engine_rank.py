@@ -147,7 +147,10 @@ class RankHooks:
             raise
 
     def _look(self, captured: Captured) -> None:
-        """Search for new derived values, see `Captured.look`. If the weights are lost, the main loop did so before the loss.
+        """Search for new derived values (`Captured.look`), or check the result of the search before sleep.
+
+        If the weights are lost, no search is possible. The main loop then searched before the weights were lost, and
+        stored a found problem in `RankSleep.missed`.
 
         Raises:
             UnsupportedLayout: an update cannot refill such a value, or the engine has moved a tensor into which updates
@@ -184,7 +187,7 @@ class RankHooks:
         self._blocked.start()
 
     def _block(self, api: EngineApi, pause_id: str, deadline_s: float) -> None:
-        """Block the engine's main loops until the pause ends. If this fails, log it and let the pause fail in the gate.
+        """Block the engine's main loops until the pause ends. If this fails, let `QuiesceGate.wait` raise the error.
 
         This runs in a separate thread, because `quiesce` returns at the end of the pause.
         """
@@ -380,7 +383,8 @@ class EngineRank:
         on_held: Callable[[bool], None] | None = None
         if rank == 0:
             on_held = partial(note_held, settings.url, settings.controller)
-            # Remove the record of a previous fleet: if its weights were mixed, the engine has slept and lost them since.
+            # Remove the record that the engine is held. It may be left from the previous fleet, if the weights became mixed
+            # and the engine then slept and lost them.
             on_held(False)
         begun = time.perf_counter()
         sizes = [parameter.nbytes for parameter in captured.manifest.parameters]

@@ -37,7 +37,7 @@ _OPENAI = "/v1/"
 
 
 def note_held(url: str, controller: str, is_held: bool) -> None:
-    """Write or remove the record of a server on this host. If the file cannot be written, log the error.
+    """Write or remove the record that the engine of a server on this host stays paused. If this fails, log the error.
 
     Args:
         url: URL of the server.
@@ -109,7 +109,7 @@ class HeldRoutes:
 
 
 def _needs_engine(scope: Message) -> bool:
-    """Return whether a request generates, or asks whether the engine can."""
+    """Return whether a request asks the engine to generate, or asks whether the engine is healthy."""
     if scope["type"] != "http":
         return False
     path = route_path(scope)

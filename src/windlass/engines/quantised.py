@@ -83,7 +83,7 @@ def require_followed(folder: Path, rest: Sequence[str]) -> bool:
 
 
 def is_declared(folder: Path) -> bool:
-    """Return True if config.json declares a quantisation or does not exist.
+    """Return whether a checkpoint may be quantised: it declares a quantisation, or it has no config.json.
 
     Raises:
         ConfigError: config.json is invalid.

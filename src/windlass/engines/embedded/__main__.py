@@ -33,7 +33,7 @@ IDLE_TIMEOUT = timedelta(days=30)
 
 
 def main() -> NoReturn:
-    """Run rank 0 of an engine, or with `--follow` another rank."""
+    """Run rank 0 of an engine. With `--follow`, run another rank instead."""
     parser = arguments(__doc__)
     parser.add_argument("--follow", nargs=3, metavar=("RANK", "STORE_PORT", "SETTINGS"),
                         help=argparse.SUPPRESS)  # fmt: skip

@@ -276,7 +276,7 @@ class ForwardRunner:
         hidden = torch.arange(span)[None, None, None, :] > positions[:, None, :, None]
         dtype = next(self._module.parameters()).dtype
         mask = torch.zeros(hidden.shape, dtype=dtype).masked_fill(hidden, torch.finfo(dtype).min)
-        # Pass the cache by position: transformers 5.24 renamed its parameter.
+        # Pass the cache by position, because transformers 5.24 renamed the parameter for the cache.
         states = self._module.model(tokens, mask, positions, cache, use_cache=True)
         last = states.last_hidden_state[torch.arange(len(lengths)), lengths - 1]
         logits: torch.Tensor = self._module.lm_head(last)

@@ -216,7 +216,7 @@ class Scheduler:
     def next_step(self) -> Step:
         """Wait for a request or a pause, and return the next step.
 
-        Before a pause, end or requeue requests by the pause's mode.
+        Before a pause, end or requeue requests as the mode of the pause demands.
         """
         with self._changed:
             self._changed.wait_for(self._has_work)

@@ -96,7 +96,7 @@ def run(model: torch.nn.Module, named_tensors: Sequence[tuple[str, torch.Tensor]
 
 
 def described(model: torch.nn.Module, captured: Captured) -> RankLayout:
-    """Return the description of a rank's captured layout that a layout file contains.
+    """Describe a rank's captured layout for a layout file.
 
     The field `derived` has each tensor that cannot be updated from outside of the engine, with the reason.
     """
@@ -337,8 +337,8 @@ def separate_caches() -> None:
 
     The patched `Req.init_next_round_input` adds the namespace of the current weights to a request's `extra_key`, which is
     part of the key of cache entries. The method adds the namespace only if SGLang (0.5.16, 0.5.23) passes a `tree_cache`:
-    SGLang does so if a waiting request may start. A request that runs during an update keeps its old namespace, so that
-    later requests do not find the entries that it adds. SGLang evicts these entries like other unused entries.
+    SGLang does so if a waiting request may start. A request that runs during an update keeps its old namespace. Later
+    requests do not find the cache entries of this request, and SGLang evicts them like other unused entries.
 
     Raises:
         UnsupportedLayout: this release has no `init_next_round_input` or `extra_key`, or its tree ignores `extra_key`.

@@ -79,7 +79,7 @@ def capture(model: Path, tensor_parallel_size: int, output: Path, options: Seque
 
 
 def _write(settings: AgentSettings, server: EngineHttp, output: Path) -> None:
-    """Let the ranks of a running server capture and describe their layouts, and write them to a file."""
+    """Order the ranks of a running server to capture and describe their layouts. Write the layout file `output`."""
     secrets = Secrets(key=server.key)
     captured = order_step(send_step, RankStep.CAPTURE, settings, secrets)
     check_layouts(NAME, [msgspec.json.decode(each, type=CapturedLayout) for each in captured])

@@ -116,7 +116,7 @@ def session(
     At the end of the `with` block, SGLang's ranks post-process weights. The block ends when the ranks of the first
     pipeline stage have done so.
     """
-    # SGLang 0.5.16 has no sessions. With a draft model, it would also pass an order to that model.
+    # SGLang 0.5.16 has no sessions. Without this field, it would pass an order to a draft model too.
     without = {"disable_draft_model": True}
     if not has_sessions:
         yield without
@@ -267,7 +267,7 @@ class SglangApi:
             self._server.post(f"/flush_cache?timeout={waits_s}", {}, deadline_s)
 
     def resume(self, deadline_s: float) -> None:
-        """Resume generation; see `EngineApi.resume`. If the weights were lost, first wake the rest of the memory."""
+        """Resume generation; see `EngineApi.resume`. If the weights were lost, the request also wakes the other memory."""
         if self._sleep is not None and self._is_turn:
             self._sleep.go_on(deadline_s)
             return
