@@ -7,7 +7,8 @@ A fresh server loads a checkpoint of the trainer's last weights, and its tensors
 starts at the same time with dummy weights and the engine's sleep mode, with CUDA graphs and (vLLM) torch.compile, and
 joins with the transport `pull`. A first update without sleep records its own tokens for the last weights: if they differ from the
 fresh server's although all tensors are equal, the two processes compute differently (for example by autotuned
-kernels), and sleep is not the reason. The run then goes on, compares with the server's own tokens, and ends with
+kernels), and sleep is not the reason. The outcomes name the first different tokens and their logprobs, also of two
+answers of the fresh server to one prompt. The run then goes on, compares with the server's own tokens, and ends with
 status 1. In each turn the framework's call makes the server sleep; the trainer gets memory, uses `--extra` times its
 weights' memory, and sets new weights; it publishes; the engine wakes and reads; the trainer frees its memory; the
 engine maps its KV cache and serves. After every second turn all tensors and greedy tokens must equal the fresh
@@ -129,7 +130,11 @@ class Run:
             await server.start(folder, "", self.logs["fresh"], "")
             await server.ready(self.options.start_s)
             self.say("the fresh server is up")
-            return await server.held()
+            held = await server.held()
+            self.told["outcomes"]["fresh"] = (
+                f"its own answers differ at {(await server.held()).first_differences(held)}"
+            )
+            return held
         finally:
             await server.end()
 
@@ -188,7 +193,9 @@ class Run:
         assert not different, f"awake: {len(different)} tensors differ: {different[:8]}"
         self.awake = held.tokens
         are_equal = "equal" if held.tokens == wanted.tokens else "differ from"
-        self.told["outcomes"]["awake"] = f"tensors equal, tokens {are_equal} the fresh server's"
+        self.told["outcomes"]["awake"] = (
+            f"tensors equal, tokens {are_equal} the fresh server's {held.first_differences(wanted)}"
+        )
         self.say(f"before any sleep: {self.told['outcomes']['awake']}")
 
     async def _publish(self, _server: ProofServer, trainers: ProofTrainers) -> Published:
@@ -428,7 +435,7 @@ async def main(options: argparse.Namespace) -> int:
             for what, log in run.logs.items():
                 for line in reasons(log) or tail(log):
                     print(f"    {what}: {line}", flush=True)
-        if "differ" in run.told["outcomes"].get("awake", ""):
+        if "differ from" in run.told["outcomes"].get("awake", ""):
             status = 1
         run.write()
     report(run.rows, None, "turns")

@@ -64,6 +64,21 @@ class Held:
         pairs = zip(chain(*self.logprobs), chain(*other.logprobs), strict=True)
         return max((abs(a - b) for a, b in pairs), default=0.0)
 
+    def first_differences(self, other: Held) -> list[str]:
+        """Describe, for each prompt with different tokens, the first of them: the tokens and their logprobs."""
+        found = []
+        for prompt, (mine, theirs) in enumerate(zip(self.tokens, other.tokens, strict=True)):
+            place = next(
+                (k for k, (a, b) in enumerate(zip(mine, theirs, strict=False)) if a != b), None
+            )
+            if place is not None:
+                logprobs = self.logprobs[prompt][place], other.logprobs[prompt][place]
+                found.append(
+                    f"prompt {prompt}, token {place}: {mine[place]} ({logprobs[0]:.4f}), "
+                    f"{theirs[place]} ({logprobs[1]:.4f})"
+                )
+        return found
+
     def different(self, other: Held) -> list[str]:
         """Return the names of tensors, with ranks, that differ from `other`."""
         return [

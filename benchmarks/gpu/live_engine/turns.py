@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
+import torch.distributed as dist
 
 from live_engine.proof_ranks import FsdpProof
 from live_engine.proof_servers import ProofServer
@@ -152,14 +153,20 @@ class TurnsRank(FsdpProof):
                 "flattened_tensor": flat.get_flattened_tensor(),
                 "metadata": flat.get_metadata(),
             }
+            # Each rank of the server maps the copy of the trainer rank on its own GPU.
+            encoded: list[str] = [""] * dist.get_world_size()
+            dist.all_gather_object(
+                encoded, MultiprocessingSerializer.serialize(told, output_str=True)
+            )
             if self.rank == 0:
-                encoded = MultiprocessingSerializer.serialize(told, output_str=True)
                 body = {
-                    "serialized_named_tensors": [encoded] * tp,
+                    "serialized_named_tensors": [encoded[k % len(encoded)] for k in range(tp)],
                     "load_format": "flattened_bucket",
                     "flush_cache": False,
                 }
                 server.post("/update_weights_from_tensor", body, 120.0)
+            # Every copy stays until the server has read it.
+            dist.barrier()
             bucket.clear()
 
         for stacked, parameter in self.module.named_parameters():
