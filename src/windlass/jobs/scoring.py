@@ -87,7 +87,7 @@ class Scoring:
             scoring.cancel()
 
     def describe(self) -> str:
-        """Describe what the next step waits for: the groups that it needs, the scored groups, and all rollouts."""
+        """Return a text with the number of groups that a step needs, the number that are scored, and the rollouts."""
         num_scored = sum(scoring.done() for scoring in self._scores.values())
         said = (
             f"{self._config.groups_per_step} groups; {num_scored} are scored, "
@@ -189,7 +189,7 @@ class Scoring:
         self._changed.set()
 
     def _look(self) -> None:
-        """Start to score groups that have become complete, and cancel the scores of groups that are no longer ready."""
+        """Start to score groups that have become complete. Stop the scoring of groups that are no longer ready."""
         ready = self._rollouts.ready_ids()
         for group_id in [known for known in self._scores if known not in ready]:
             self._scores.pop(group_id).cancel()
@@ -201,7 +201,7 @@ class Scoring:
                 self._scores[group_id] = scoring
 
     def _scored(self) -> list[int]:
-        """Return the ids of scored groups that have samples, in order of completion; decline those without samples."""
+        """Return the ids of scored groups that have samples, in order of completion. Decline groups without samples."""
         found = []
         for group_id in self._rollouts.ready_ids():
             scoring = self._scores[group_id]
@@ -236,7 +236,7 @@ class Scoring:
             )
 
     async def _score(self, group: RolloutGroup) -> list[TrainingSample]:
-        """Return the samples of a group. If a rollout is not accepted or could not be scored, replace it; return no samples.
+        """Return the samples of a group. Return none if the recipe refuses the group, or if rollouts are replaced.
 
         Raises:
             PeerTimeout: the recipe did not score the group within `batch_deadline_s`.
@@ -281,7 +281,7 @@ class Scoring:
             group_id: group that is being scored.
             reasons: rollout id -> why its answer is replaced.
         """
-        # Remove the scoring task: it returns no samples, which would otherwise decline the group.
+        # Remove the scoring task. It returns no samples, and `_scored` declines a group whose task returns none.
         self._scores.pop(group_id, None)
         # The group may have become too old in this iteration of the event loop.
         if group_id in self._rollouts.ready_ids():
@@ -291,7 +291,7 @@ class Scoring:
         """Return the group with the rewards of the scorer; None if rollouts could not be scored and are replaced."""
         if self._scorer is None:
             return group
-        # The share of failures counts only the first scores of a group. Later scores are of replaced rollouts.
+        # Only a group's first scores count for the share of failures. Later scores are for replacements of its rollouts.
         is_first = group.group_id not in self._rewards
         known = self._rewards.pop(group.group_id, {})
         unscored = [each for each in group.rollouts if _answer(each) not in known]

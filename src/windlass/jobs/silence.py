@@ -48,8 +48,8 @@ class SilenceWatch:
     async def until_silent(self, name: str, role: Access) -> str:
         """Wait until the engine or worker `name` has not answered in time; return a text with the reason.
 
-        The caller has just started the process. Until its first answer the limit is `start_deadline_s`, and after this
-        answer `max_silence_s`.
+        The caller has just started the process. The limit is `start_deadline_s` until the process has connected to the
+        controller, and `max_silence_s` from then on.
         """
         clock = asyncio.get_running_loop().time
         answered_at, limit_s, what = clock(), self._start_deadline_s, "start_deadline_s"
@@ -102,8 +102,8 @@ class SilenceWatch:
     async def _ask(self, http: aiohttp.ClientSession, name: str) -> str:
         """Return why the HTTP server of the engine `name` does not answer; empty if it answers.
 
-        Statuses below 500 are answers, because an engine of a plugin need not have the route. The text is also empty for
-        a worker and for an engine without a server.
+        A status below 500 counts as an answer, because a plugin's engine need not have the route `ALIVE_PATH`. The text
+        is also empty for a worker and for an engine without a server.
         """
         group = self._controller.coordinator.fleet.group_of(name)
         if group is None or not group.url:

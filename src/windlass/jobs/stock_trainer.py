@@ -92,7 +92,7 @@ class StockTrainer(WrappedEngine[FsdpEngine]):
         super().__init__(engine)
 
     def setup(self, context: TrainContext) -> tuple[int, int]:
-        """Set up the engine, complete the loss's settings from the sampling, and load a reference model if needed.
+        """Set up the engine, take the loss's temperature and constant from the sampling, and load a reference model.
 
         Returns:
             See `FsdpEngine.setup`.
@@ -125,7 +125,7 @@ class StockTrainer(WrappedEngine[FsdpEngine]):
         model.config.use_cache = False
         if settings.gradient_checkpointing:
             model.gradient_checkpointing_enable()
-            # Gradient checkpointing works only in training mode. In this mode, dropout would change the ratio.
+            # Gradient checkpointing works only in training mode. In this mode, dropout would change the log-probabilities.
             model.train()
             for module in model.modules():
                 if isinstance(module, torch.nn.Dropout):
@@ -149,7 +149,7 @@ class StockTrainer(WrappedEngine[FsdpEngine]):
         return [[sample for sample in found if sample.num_trained]]
 
     def _cut(self, groups: Samples) -> list[Samples]:
-        """Cut samples into micro-batches of at most `max_tokens` tokens; each has one group."""
+        """Cut samples into micro-batches of at most `max_tokens` tokens; return each micro-batch as one group."""
         samples = [sample for group in groups for sample in group]
         lengths = [len(sample.prompt_ids) + len(sample.output_ids) for sample in samples]
         pieces = divide(lengths, self._settings.max_tokens, padded=not self._packed)
@@ -200,12 +200,12 @@ def decoder_layers(model: Any) -> list[torch.nn.Module]:
 def write_checkpoint(
     model: Any, weights: Mapping[str, torch.Tensor], source: Path, folder: Path
 ) -> None:
-    """Write a checkpoint folder: weights, the configuration of `model`, and files of `source` such as a tokenizer's.
+    """Write a checkpoint folder: the weights, the configuration of `model`, and the tokenizer's files from `source`.
 
     Args:
         model: model of transformers.
         weights: whole weights by name.
-        source: folder of the initial checkpoint; its files with an ending of `COPIED` are copied.
+        source: folder of the initial checkpoint. Its files whose ending is in `COPIED` are copied.
         folder: folder to write.
     """
     model.save_pretrained(folder, state_dict=dict(weights))
@@ -216,7 +216,7 @@ def write_checkpoint(
 
 
 def main(arguments: Sequence[str]) -> None:
-    """Run commands of the job's train controller until it sends `Stop`. torch uses one thread without OMP_NUM_THREADS."""
+    """Run commands of the job's train controller until it sends `Stop`. Use one thread if OMP_NUM_THREADS is not set."""
     if not environment_value("OMP_NUM_THREADS"):
         torch.set_num_threads(1)
     (settings,) = arguments

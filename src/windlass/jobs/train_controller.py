@@ -298,8 +298,8 @@ class TrainController:
 
         Raises:
             ConfigError: a value of a group is not a `TrainingSample`.
-            TrainerError: a rank died, did not answer within `deadline_s`, or raised. Or tensors are lost; then no rank has
-                trained, and the next call may train on other groups.
+            TrainerError: a rank died, did not answer within `deadline_s`, or raised; or tensors are lost. If tensors are
+                lost, no rank has trained, and the next call may train on other groups.
         """
         whole = check_groups("train_step", groups)
         if whole != self._looked_at:
@@ -362,8 +362,8 @@ class TrainController:
 
         Raises:
             ConfigError: this object has no coordinator.
-            TrainerError: this version (or with replicas the previous version) was not published, with the reason; a rank
-                died, did not answer within `deadline_s`, or raised.
+            TrainerError: this version was not published; the previous version was not published, if ranks send from
+                replicas; or a rank died, did not answer within `deadline_s`, or raised.
         """
         if self._coordinator is None:
             raise ConfigError("TrainController: coordinator must be given to publish, got none")
@@ -487,7 +487,7 @@ class TrainController:
         ]
 
     def _commands(self, operation: str, arguments: Sequence[object]) -> list[TrainCommand]:
-        """Return the command for each rank, which runs an operation with the rank's argument.
+        """Return one command per rank. Each command runs the operation with the rank's argument.
 
         Raises:
             ConfigError: a rank has no such operation, or an argument cannot be encoded or is too large.
@@ -548,8 +548,8 @@ class TrainController:
     ) -> tuple[Done, ...]:
         """Send each rank its command, wait for all answers, and return the answers in rank order.
 
-        Only one such call runs at a time. From a command other than `Save` until the next `publish`, the ranks may change
-        their weights, so the coordinator must not let engines catch up from them.
+        Only one such call runs at a time. Every command except `Save` may change the ranks' weights. After such a
+        command, the coordinator must not let engines catch up from the ranks until the next `publish`.
 
         Raises:
             TrainerError: an earlier call failed, or see `_wait_for_all`.

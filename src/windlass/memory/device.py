@@ -384,7 +384,7 @@ class _CudaPack(GpuTables):
 
 
 def _source_pieces(program: LinkProgram, addresses: UInt64Array) -> Iterator[OpPieces]:
-    """Yield the ops of a link. Each piece has the source address as its destination too, so kernels hash in place."""
+    """Yield the ops of a link with their pieces. A piece's destination is its source, so kernels hash in place."""
     for found in cut_ops(program, at_source=True):
         pieces = found.pieces
         pieces["src"] += addresses[found.op.src_parameter]

@@ -113,7 +113,7 @@ class HostMemory(MemoryOps):
 def _import_torch(programs: Mapping[str, LinkProgram]) -> None:
     """Import torch if an op packs or gathers elements.
 
-    This happens when links are bound. An import during an update could exceed the deadline of a phase.
+    Call this when links are bound: an import during an update could exceed the deadline of a phase.
     """
     if "torch" not in sys.modules and any(
         not op.is_direct
@@ -262,7 +262,7 @@ def pack_op(op: BoundOp, src_parameter: int, address: int) -> None:
 
 
 def _hash_sent(program: LinkProgram, sources: UInt64Array) -> str:
-    """Return the digest of a link's payload, computed at its source without packing. Thread-safe."""
+    """Return the digest of a link's payload, computed at its source. Casts use scratch memory. Thread-safe."""
     limit = max(SCRATCH_NBYTES, least_half(program))
     scratch: UInt8Array = np.empty(limit, np.uint8)
 

@@ -137,10 +137,12 @@ class MemoryOps(Protocol):
         return None
 
     def allocation(self, address: int) -> tuple[int, int] | None:  # noqa: ARG002
-        """Return the start and the size in bytes of the GPU allocation that contains `address`; None for host memory.
+        """Return the start and the size in bytes of the GPU allocation that contains `address`.
+
+        If this object is for host memory, return None for every address.
 
         Raises:
-            RegionError: the address is not in the memory of this GPU.
+            RegionError: this object is for a GPU, and `address` is not in the memory of that GPU.
         """
         return None
 

@@ -154,7 +154,7 @@ class PreparedCopies(Protocol):
     """Copies between fixed addresses that can be run any number of times."""
 
     def run(self) -> None:
-        """Run all copies. On a GPU, only queue them; then call `MemoryOps.finish`, and `check` for casts that overflowed.
+        """Run all copies. On a GPU, only queue them: the caller must call `MemoryOps.finish`, and then `check`.
 
         Raises:
             TransferFailed: a cast in host memory overflowed.
@@ -207,7 +207,7 @@ def row_major_blocks(
     """Cut an array into blocks of at most `max_numel` elements, each contiguous in row-major order.
 
     Yields:
-        (index of the block's first element, sizes of the block), both with all dims.
+        (index of the block's first element, sizes of the block); each has one number per dim of the array.
     """
     dim, inner = 0, math.prod(sizes)
     while inner > max_numel:

@@ -29,9 +29,10 @@ class Room(NamedTuple):
 
 
 def room_of(ordinal: int) -> Room:
-    """Return the memory of GPU `ordinal`, or of the host if `ordinal` is -1; no name and size 0 if the driver does not answer.
+    """Return the memory of GPU `ordinal`, or of the host if `ordinal` is -1.
 
-    The size of host memory is at most the limit of this process's control group.
+    If the driver does not answer, the memory has an empty name and size 0. The size of host memory is at most the limit
+    of this process's control group.
     """
     if ordinal >= 0:
         try:

@@ -157,8 +157,8 @@ def listen(host: str, port: int, what: str) -> socket.socket:
 def own_address(towards: str = "") -> str:
     """Return the address of this host that peers of this process should use.
 
-    WINDLASS_HOST may be an address or a name of this host, or a network (`10.1.0.0/16`). All hosts
-    may have the same network; each host then uses its own address in the network.
+    WINDLASS_HOST may be an address or a name of this host, or a network (`10.1.0.0/16`). A network can
+    be the same on all hosts: each host uses its own address in the network.
 
     Args:
         towards: URL of the controller; empty for a process without a controller.
@@ -197,7 +197,7 @@ def address_towards(url: str) -> str:
 
 
 def is_this_host(url: str) -> bool:
-    """Return whether the host of `url` is this host. Asks the name service, but sends nothing to the host.
+    """Return whether the host of `url` is this host. Ask the name service, but send nothing to the host.
 
     Raises:
         ConfigError: `url` is invalid; see `check_url`.

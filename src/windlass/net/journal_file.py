@@ -269,8 +269,8 @@ def read_entries(
     Args:
         path: path of the file.
         entry_type: type of an entry, or a union of tagged types.
-        upto_nbytes: size of the part to read, which must end with a line; None for the whole file without an
-            incomplete last line.
+        upto_nbytes: size of the part to read, which must end with a whole line. None: read the whole file, except for
+            an incomplete last line.
 
     Raises:
         OSError: the file cannot be read.
@@ -281,6 +281,8 @@ def read_entries(
     nbytes = 0
     with path.open("rb") as file:
         for number, line in enumerate(file):
+            # A line that a crash cut short has no valid checksum. A line with a valid checksum whose last byte is not a
+            # newline was not cut short: the byte is damaged.
             is_torn, is_sound = not line.endswith(b"\n"), _has_checksum(line[:-1] + b"\n")
             if nbytes == upto_nbytes or (is_torn and not is_sound):
                 # The caller cuts off the rest of the file. Raise for a file of another kind, which must not be cut.

@@ -183,7 +183,7 @@ class _StderrHandler(logging.StreamHandler[TextIO]):
 
 
 def _wrapped(line: str, columns: int) -> str:
-    """Return `line` with line ends between words, so that no row is longer than `columns`, except for a longer word."""
+    """Break `line` between words into rows of at most `columns` characters. Only a single longer word exceeds this."""
     if len(line) <= columns:
         return line
     return textwrap.fill(

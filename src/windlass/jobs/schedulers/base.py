@@ -116,7 +116,7 @@ class ClusterBackend(Protocol):
         ...
 
     async def reserve(self, spec: ProcessSpec) -> str:
-        """Request the spec's nodes, cores and GPUs; return the id of the reservation, granted or queued.
+        """Request the spec's nodes, cores and GPUs. Return the reservation's id; the reservation may still be queued.
 
         Raises:
             ConfigError: the cluster refused the request.
@@ -218,7 +218,7 @@ class PluginSchedulerConfig(SchedulerConfig, frozen=True, tag="plugin"):
 
     @property
     def is_one_host(self) -> bool:
-        """Whether all processes run on this host, as the package declares.
+        """Whether all processes run on this host. The package that registered the scheduler declares this.
 
         Raises:
             ConfigError: no installed package has registered the name.
@@ -291,13 +291,13 @@ class Scheduler:
     async def start(self, spec: ProcessSpec) -> ProcessStatus:
         """Start a process. On a cluster, the process may still be queued when this method returns.
 
-        A process of the same name that has ended is deleted first. If another process still shares the reservation of
-        a deleted process of this name, the new process uses this reservation.
+        First delete an ended process of the same name. Its reservation stays if a process with `colocate_with` still
+        uses it; the new process then runs in it again.
 
         Raises:
             ConfigError: a process of the same name is queued or runs; the program does not exist; the host has too few
                 free GPUs, or the cluster refuses the reservation; `colocate_with` names no known process; or the
-                reservation does not contain the node or a GPU.
+                reservation does not contain the spec's node or GPUs.
         """
         known = self._processes.get(spec.name)
         if known is not None:

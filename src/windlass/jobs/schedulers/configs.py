@@ -23,8 +23,8 @@ def create_scheduler(
 
     Args:
         config: configuration of a host or a cluster.
-        log_dir: folder on this host; the output of process NAME goes to `NAME.log` in this folder. With Ray, each node
-            keeps the logs of its processes instead.
+        log_dir: folder on this host; the output of process NAME goes to `NAME.log` in this folder. Ray instead leaves
+            each log on the node of its process.
         environment: variables added to the environment of every process.
 
     Raises:

@@ -44,7 +44,8 @@ class LocalSchedulerConfig(SchedulerConfig, frozen=True, tag="local"):
         """Check that this host has enough GPUs for all processes together.
 
         Raises:
-            ConfigError: the processes need more GPUs than `gpus` contains (or this process sees).
+            ConfigError: the processes need more GPUs than `gpus` lists. If `gpus` is None, the limit is the GPUs that
+                this process sees.
         """
         gpus = visible_gpus() if self.gpus is None else self.gpus
         num_gpus = sum(spec.num_gpus for spec in specs if not spec.colocate_with)
@@ -189,7 +190,7 @@ class LocalBackend(ClusterBackend):
                 del self._processes[name]
 
     async def close(self) -> None:
-        """Kill all processes and their children, end the watchdog, and delete a temporary folder of logs. Idempotent."""
+        """Kill all processes and their children, end the watchdog, and delete the temporary log folder. Idempotent."""
         for _, process in self._processes.values():
             _signal_group(process, signal.SIGKILL)
         self._processes.clear()

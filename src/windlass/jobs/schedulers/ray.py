@@ -90,7 +90,7 @@ class RayBackend(ClusterBackend):
             import ray
         except ImportError as error:
             raise TransportUnavailable(f"ray: not installed; {install_command('ray')}") from error
-        # Ray's own processes inherit the environment. This call removes the tokens from the environment.
+        # This call removes the tokens from the environment. Otherwise, Ray's own processes would inherit the tokens.
         inherited_environment()
         address = self._config.address
         if not address:
@@ -116,7 +116,7 @@ class RayBackend(ClusterBackend):
                     raise ConfigError(f"ray: address {address!r}: {error}") from error
 
     async def reserve(self, spec: ProcessSpec) -> str:
-        """Request a placement group, with one launcher actor per node that starts when Ray grants the group."""
+        """Request a placement group and one launcher actor per node. Ray starts the actors when it grants the group."""
         import ray
         from ray.util.placement_group import placement_group
         from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
@@ -144,7 +144,8 @@ class RayBackend(ClusterBackend):
     async def launch(self, reservation: str, spec: ProcessSpec) -> int:
         """Wait until the launcher on the process's node runs, and let it start the process; return the pid on that node."""
         launcher = self._launcher_of[spec.name] = self._launchers[reservation][spec.node]
-        # This wait needs no deadline: the caller's deadline on `wait_healthy` limits the time in the queue.
+        # No deadline: the reservation may stay queued, and only the scheduler's background task waits here. A caller
+        # waits in `Scheduler.wait_healthy`, which has a deadline.
         await answer_of(launcher.open.remote(), None)
         told = {**spec.environment, **first_node(spec, self._address_of(reservation))}
         spec = msgspec.structs.replace(spec, environment=told)
@@ -206,7 +207,7 @@ async def answer_of(call: Awaitable[Any], deadline_s: float | None = CALL_DEADLI
 
     Args:
         call: pending call of an actor.
-        deadline_s: seconds to wait. None for a call that lasts as long as a process; Ray reports the actor's death.
+        deadline_s: seconds to wait; None waits without a limit. If the actor dies, Ray ends the call in both cases.
 
     Raises:
         PeerUnreachable: the actor or its node has died.

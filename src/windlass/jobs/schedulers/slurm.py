@@ -290,7 +290,8 @@ class SlurmBackend(ClusterBackend):
 
     async def launch(self, reservation: str, spec: ProcessSpec) -> int:
         """Wait until the job runs, and start the process as an `srun` step; return the pid of `srun` on this host."""
-        # This wait needs no deadline: the caller's deadline on `wait_healthy` limits the time in the queue.
+        # No deadline: the job may stay queued, and only the scheduler's background task waits here. A caller waits in
+        # `Scheduler.wait_healthy`, which has a deadline.
         job = self._jobs[reservation]
         await job.is_known.wait()
         if job.lease is None:
@@ -305,7 +306,8 @@ class SlurmBackend(ClusterBackend):
             command=(
                 *("srun", f"--jobid={reservation}", "--overlap", "--nodes=1", "--ntasks=1"),
                 *(f"--relative={spec.node}", f"--job-name={spec.name}", "--export=ALL"),
-                # Give each step all cores of the job: with fewer, Slurm would bind all steps to the same first cores.
+                # Give each step all cores of the job. If steps asked for fewer cores, Slurm would bind every step to the
+                # same first cores.
                 f"--cpus-per-task={job.num_cpus}",
                 *(*options.srun_options, "--", *sees, *options.prefix, *spec.command),
             ),
@@ -356,7 +358,7 @@ class SlurmBackend(ClusterBackend):
 async def _watch_client(reservation: str, job: _Job) -> None:
     """Wait until `sbatch --wait` ends, which is some seconds after the job's end, and then set `job.is_known`.
 
-    Also set `job.failure`, which counts only if the first node has not sent the lease.
+    Also set `job.failure`. `launch` raises it only if the job's first node has not sent its lease.
     """
     said = [line async for line in _lines(job.client)]
     code = await job.client.wait()

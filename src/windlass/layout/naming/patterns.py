@@ -37,7 +37,7 @@ def as_argument(names: Sequence[str]) -> str:
     """Return the source text of a Python tuple of patterns that match `names`, for a message.
 
     The tuple has at most six patterns. If there are more patterns, the text ends with the number of
-    the omitted patterns.
+    omitted patterns.
     """
     patterns = [of[0] if len(of) == 1 else p for p, of in patterns_of(names).items()]
     rest = len(patterns) - _MOST

@@ -66,18 +66,18 @@ class Placed:
 
 
 def place(family: Family, name: str, shape: _Shape, geometry: Geometry, coords: Coords) -> Placed:
-    """Return which boxes of which checkpoint tensors a contiguous local parameter of a Megatron rank contains.
+    """Return the boxes of checkpoint tensors that a local parameter of a Megatron rank contains.
 
     Args:
         family: naming table of the model.
         name: the parameter's name, with the layer's number in the whole model and the expert's number on this rank.
-        shape: local shape of the parameter.
+        shape: local shape of the parameter, which must be contiguous.
         geometry: sizes of the model.
         coords: the rank's coordinates on the mesh.
 
     Raises:
         UnsupportedLayout: the family has no rule for the name.
-        ManifestError: the shape contradicts the rule and the geometry.
+        ManifestError: the shape or the expert's number contradicts the rule and the model's sizes.
     """
     match = family.match(name)
     rank, size = coords.etp if match.rule.of_expert else coords.tp
@@ -219,8 +219,8 @@ def _latent(part: _Part, geometry: Geometry) -> PlacedShard:
             first = 0 if rows == total else part.rank * rows
             return part.rows(0, total, first, rows, 0)
     raise ManifestError(
-        f"parameter {part.name!r}: must have all rows of its tensor, or 1/{part.size} of the rows, got {rows} rows; rows "
-        f"of the tensors by the ends of their names: {dict(geometry.latent_rows)}"
+        f"parameter {part.name!r}: must have all rows of its tensor, or 1/{part.size} of the rows, got {rows} rows; "
+        f"a tensor's rows by the end of its name: {dict(geometry.latent_rows)}"
     )
 
 

@@ -96,7 +96,7 @@ def library() -> ctypes.CDLL:
 def _attribute_of(address: int, attribute: str) -> int | None:
     """Return an attribute of an address; None if the driver does not know the address.
 
-    This calls the library itself, because cuda-bindings 13.2 and 13.3 return the ordinal 0 for memory of every GPU.
+    Call libcuda by ctypes: cuda-bindings 13.2 and 13.3 return the ordinal 0 for memory of every GPU.
     """
     kind = getattr(driver().CUpointer_attribute, f"CU_POINTER_ATTRIBUTE_{attribute}")
     found = ctypes.c_int(0)
@@ -193,7 +193,7 @@ class Event:
         """Block this thread until all work before the event has ended, and destroy the event.
 
         Raises:
-            TransferFailed: that work or earlier work of this process on the GPU failed. The event is not destroyed.
+            TransferFailed: some work of this process on the GPU failed. The event is not destroyed.
         """
         self._device.call("cuEventSynchronize", self._handle)
         self.close()
@@ -230,7 +230,7 @@ class Device:
 
     @property
     def uuid(self) -> str:
-        """UUID of the GPU in hexadecimal, or of the part of it (MIG) that this process sees."""
+        """UUID in hexadecimal: of the GPU, or of the MIG part of the GPU if this process sees only a part."""
         # In cuda-bindings 12, cuDeviceGetUuid is the old function, which returns one UUID for all parts of a GPU.
         is_old = "cuDeviceGetUuid_v2" in vars(driver())
         name = "cuDeviceGetUuid_v2" if is_old else "cuDeviceGetUuid"
@@ -246,7 +246,7 @@ class Device:
         self.call("cuCtxSynchronize")
 
     def record(self, stream: int) -> Event:
-        """Record an event after the work that is in another library's stream now, and return the event.
+        """Record an event in another library's stream, after the work that is queued there now. Return the event.
 
         `stream` is the handle of the stream; 0 is the default stream.
         """
@@ -319,7 +319,7 @@ class Device:
         self.call("cuMemsetD8Async", address, 0, nbytes, stream.handle)
 
     def copy(self, target: int, source: int, nbytes: int, stream: Stream) -> None:
-        """Queue a copy by a copy engine in `stream`.
+        """Queue a copy in `stream`. A copy engine of the GPU makes the copy.
 
         `source` and `target` are addresses in memory of this device, or in a peer's memory that `open` mapped.
         """

@@ -56,7 +56,9 @@ class Gpu:
         except RuntimeError as error:
             if isinstance(error, WindlassError):
                 raise
-            self.distrust(f"kernels may still go on, no thread can wait for them: {error}")
+            self.distrust(
+                f"kernels may still go on; no thread could start to wait for them: {error}"
+            )
             raise TransferOutcomeUnknown(f"GPU {self.device.ordinal}: {self._late}") from error
 
     def wait_or_leave(self, event: Event, deadline_s: float) -> None:
@@ -64,7 +66,7 @@ class Gpu:
 
         Raises:
             TransferFailed: queued work failed, or did not end within `deadline_s`, or no thread could start to wait.
-            TransferOutcomeUnknown: the GPU is late since an earlier wait.
+            TransferOutcomeUnknown: an earlier wait has marked the GPU as late.
         """
         self._wait_for(event.wait, deadline_s, "queued work was")
 
@@ -73,15 +75,15 @@ class Gpu:
 
         Args:
             deadline_s: longest time to wait, in seconds.
-            step: event after the training step; this method then waits for no other stream and no later work.
-                None: wait for all work of this process on the GPU, also of other libraries.
+            step: event after the training step. The method waits only for this event. None: wait for all work of this
+                process on the GPU, including the work of other libraries.
 
         Returns:
             Seconds that the wait took.
 
         Raises:
             TransferFailed: the work failed or did not end within `deadline_s`. The text says that nothing was sent.
-            TransferOutcomeUnknown: the GPU is late since an earlier wait.
+            TransferOutcomeUnknown: an earlier wait has marked the GPU as late.
         """
         wait = self.device.synchronize if step is None else step.wait
         return self._wait_for(wait, deadline_s, "work of this process was", "; nothing was sent")

@@ -124,7 +124,7 @@ def put_kernel(src_dtype: DType, dst_dtype: DType) -> str:
     """Return the name of the kernel that reads elements of `src_dtype` and stores them as `dst_dtype`.
 
     Raises:
-        ConfigError: the dtypes differ and are no pair of `CASTS`.
+        ConfigError: the dtypes differ, and `CASTS` does not contain the pair.
     """
     if src_dtype is dst_dtype:
         return f"put_{dst_dtype.itemsize}"

@@ -68,9 +68,9 @@ def block_tables(
 
     Args:
         program: program of the link.
-        sources: (num_parameters,) addresses of the source's parameters. None at the destination, which only hashes.
-            The piece of a float8 scale differs: the source reads a whole block to compute the scale, and the
-            destination hashes one element.
+        sources: (num_parameters,) addresses of the source's parameters. None at the destination, whose kernels only
+            hash the bytes that arrived. For a float8 scale, the source's piece reads a whole block to compute the
+            scale, and the destination's piece hashes one element.
         targets: (num_parameters,) addresses of the destination's parameters, as the kernels of this GPU see them.
         staging_address: address of the packed payload of staged ops. 0: kernels store elements at final addresses.
 
@@ -128,8 +128,8 @@ def cut_ranges(addresses: UInt64Array, nbytes: Int64Array) -> tuple[StructuredAr
     """Cut n ranges of bytes into pieces that are hashed in place.
 
     Returns:
-        The pieces in the order of the ranges, and (n + 1,) the index of each range's first piece,
-        followed by the number of pieces.
+        The pieces in the order of the ranges, and an array of n + 1 numbers: the index of each range's first piece,
+        then the number of all pieces.
     """
     first = np.append(0, np.cumsum(-(-nbytes // MAX_PIECE_NBYTES)))
     pieces = raw_pieces(addresses, addresses, nbytes.astype(np.uint64), MAX_PIECE_NBYTES)
@@ -201,7 +201,7 @@ def _cut_values(op: BoundOp) -> StructuredArray:
 
 
 def _cut_scales(op: BoundOp, *, at_source: bool) -> StructuredArray:
-    """Return one piece per scale: the scaled block at the source, the scale itself at the destination."""
+    """Return one piece per scale. The source's piece is the block to scale; the destination's piece is the scale."""
     (rows, columns), (dst_row, dst_col) = op.src_sizes, op.dst_strides
     num_rows, num_columns = op.sizes
     row, col = np.arange(num_rows)[:, None], np.arange(num_columns)[None, :]
