@@ -397,7 +397,7 @@ class Client(Callee[CommandT, ResultT], Closing, Generic[CommandT, ResultT, Fram
         if not self.welcomed.done():
             self.welcomed.set_result(None)
         # Replies that were sent just before the last connection was lost may not have arrived. The
-        # server needs the result of every write, and ignores a reply that it already has.
+        # server ignores a reply that it already has.
         for reply in self.stored.replies():
             await self.send(reply)
         await self.on_connected()

@@ -123,7 +123,7 @@ async def serve(
         # process may still run.
         ended = not (session.was_cut or isinstance(socket.exception(), TimeoutError))
     except MustWait as error:
-        # Log below WARNING: `Owner.admit` has already logged a warning if the reason is an error.
+        # Do not log a warning here. If the reason is an error, `Owner.admit` has logged one.
         reason = str(error)
         level = logging.DEBUG if isinstance(error, OwnerClosed) else logging.INFO
         await _refuse(socket, reason, final=False, level=level)
@@ -209,7 +209,7 @@ def _decode(parts: PartJoiner, codec: Codec[T], message: WSMessage, what: str) -
 async def _refuse(
     socket: web.WebSocketResponse, reason: str, *, final: bool = True, level: int = logging.WARNING
 ) -> None:
-    """Log the reason, and send the peer a refusal. Do nothing more if the peer has disconnected."""
+    """Log the reason, and send the peer a refusal."""
     _log.log(level, "refused: %s", reason)
     try:
         await send_frame(socket, encode(Refused(reason, final)))

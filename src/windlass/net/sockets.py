@@ -200,7 +200,7 @@ class PartJoiner:
 
 
 def raise_file_limit() -> int:
-    """Raise this process's soft limit of open files to the hard limit. Return the hard limit, or `sys.maxsize` if none.
+    """Raise this process's soft limit of open files to the hard limit. Return the hard limit; no limit is `sys.maxsize`.
 
     The usual soft limit of 1024 exists for programs that use `select`; a fleet may need more files.
     """

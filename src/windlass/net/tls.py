@@ -83,8 +83,8 @@ def client_context(*, to_controller: bool) -> ssl.SSLContext | None:
     """Return the TLS context for clients of this process; None for the system's defaults, if TLS is not required.
 
     Args:
-        to_controller: whether the server is a controller. If True, the client ends the handshake with a server that has a
-            certificate for a role other than `owner`.
+        to_controller: whether the server is a controller. If True, the client refuses a server whose certificate names a
+            role other than `owner`.
 
     Raises:
         ConfigError: only one of certificate and key is set, or a file cannot be used.

@@ -125,7 +125,7 @@ def _links(links: list[dict[str, Any]], max_links: int) -> Iterator[RenderableTy
 
 
 def _rounds(rounds: list[dict[str, Any]]) -> Iterator[RenderableType]:
-    """Yield a table of rounds: bytes, and every measure in seconds that is above 0 in some round."""
+    """Yield a table of rounds, and a line for each failure. Times that are 0 in every round have no column."""
     taken = [
         measure
         for measure in Measure

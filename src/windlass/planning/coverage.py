@@ -83,8 +83,8 @@ def refuse_overlaps(
     owner = dst.rank.astype(np.int64) << 32 | dst.parameter
     order = np.lexsort([low, owner])
     owner, low, high = owner[order], low[order], high[order]
-    # Compute the running maximum of the ends within each parameter. `group * step` is larger than any end in
-    # the parameters before, so those ends are never the maximum.
+    # Compute the running maximum of the ends within each parameter. Adding `group * step` makes every end of
+    # a parameter larger than all ends of the parameters before it, so one running maximum is enough.
     starts = np.flatnonzero(np.r_[True, owner[1:] != owner[:-1]]) if len(owner) else owner
     group = np.repeat(np.arange(len(starts)), np.diff(np.append(starts, len(owner))))
     step = int(high.max(initial=0)) + 1

@@ -56,7 +56,7 @@ class Boxes:
 
 
 def unique_boxes(table: RowTable, num_classes: int) -> Boxes:
-    """Group the rows of one side by tensor class and box, and find equal patterns of boxes.
+    """Group the rows of one side by tensor class and box. Give classes with equal boxes the same pattern number.
 
     Args:
         table: rows of the side.
@@ -168,7 +168,7 @@ def intersect_boxes(
 ) -> Pieces:
     """Return the non-empty intersections of boxes a (the atoms) with boxes b, sorted by (b, a).
 
-    All arguments are (n, MAX_DIMS). In the result, `atom` is a row of `a_offsets`, and `box` is a row of `b_offsets`.
+    All arguments are (n, MAX_DIMS). In the result, `atom` is an index of `a_offsets`, and `box` an index of `b_offsets`.
     """
     parts: list[Pieces] = []
     step = max(1, _CHUNK_PAIRS // max(1, len(a_offsets)))
@@ -228,8 +228,8 @@ def find_holders(
         one_per_rank: True to return only the first row of each rank that contains the atom.
 
     Returns:
-        (base, holders). `base`, (num_classes + 1,), has the number of each tensor class's first atom, and at the end the
-        number of all atoms.
+        (base, holders). `base`, (num_classes + 1,), has the number of each tensor class's first atom. Its last value is
+        the count of all atoms.
     """
     num_classes = len(boxes.pattern)
     counts = np.zeros(num_classes, np.int64)

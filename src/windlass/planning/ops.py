@@ -344,7 +344,7 @@ def coalesce(ops: OpTable) -> OpTable:
         Ops for the same bytes in the same order. A joined op keeps the name of its first tensor.
     """
     ops = _join_adjacent(ops)
-    # The first pass may join the two halves of each expert, and the next pass the experts.
+    # The first pass may join the two halves of each expert. The next pass may then join the experts.
     while len(joined := _join_repeated(ops)) < len(ops):
         ops = joined
     return ops
@@ -409,7 +409,7 @@ def _join_repeated(ops: OpTable) -> OpTable:
     # All rows of a joined op have the same distance from their predecessor. `changes[i]` is True if the distance from
     # row i - 1 to row i differs from the distance before it. Then row i begins a new op. The new op takes its distance
     # from rows i and i + 1, so row i + 1 belongs to it even if `changes[i + 1]` is True. Therefore, in a sequence of
-    # consecutive changes, every second change begins an op.
+    # consecutive changes, the first, the third, the fifth and so on begin an op.
     changes = np.zeros(len(ops), np.bool_)
     changes[2:] = same[1:] & same[:-1] & ((np.diff(src_step) != 0) | (np.diff(dst_step) != 0))
     row = np.arange(len(ops))

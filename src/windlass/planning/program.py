@@ -249,8 +249,8 @@ def _direct_runs(ops: OpTable, link: Link) -> DirectRuns:
 def _runs(ops: OpTable, link: Link, rows: Int64Array, offsets: Int64Array) -> DirectRuns:
     """Return one run for each entry of `rows`, which may contain a row of the plan several times.
 
-    `offsets`, (n, 2), has the byte offsets of each run from the first element of its op: at the source, and at the
-    destination. With (1, 2), all runs have the same offsets.
+    `offsets`, (n, 2), has two byte offsets per run, at the source and at the destination, counted from the first element
+    of the run's op. If `offsets` has one row, it is for all runs.
     """
     return DirectRuns(
         src_parameter=ops.src_parameter[rows],
@@ -268,7 +268,7 @@ def _run_offsets(
     dst_strides: Int64Array,
     run_numel: int,
 ) -> Int64Array:
-    """Return the byte offsets of all contiguous runs of an op, (num_runs, 2): at the source, and at the destination.
+    """Return the byte offsets of all contiguous runs of an op, (num_runs, 2): one at the source, one at the destination.
 
     Offsets count from the op's first element. A run has `run_numel` elements.
     """

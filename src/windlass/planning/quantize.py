@@ -74,8 +74,8 @@ def refuse_casts(
         names: tensor names, for the message.
 
     Raises:
-        UnsupportedLayout: an op has dtypes without a cast, or a float8 destination declares no scales. The message
-            names the tensor and both dtypes.
+        UnsupportedLayout: no cast exists between the dtypes of an op, or a float8 destination declares no scales. The
+            message names the tensor and both dtypes.
     """
     have, want, transform = src.dtype[src_row], dst.dtype[dst_row], dst.transform[dst_row]
     plain = transform == Transform.NONE
