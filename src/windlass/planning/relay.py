@@ -81,7 +81,8 @@ def stripes_of(shape: RelayShape, num_members: int) -> tuple[tuple[int, ...], ..
         return (tuple(range(-1, num_members - 1)),)
     first = tuple(_parent(member, num_members) for member in range(num_members))
     if num_members % 2:
-        # Shift all members by one: odd members are leaves of the first tree, even members of the second tree.
+        # Give each member the place that the member before it has in the first tree. Then odd members relay only in
+        # the second tree, and even members from 2 on relay only in the first tree.
         second = tuple(
             -1 if (p := first[(member - 1) % num_members]) < 0 else (p + 1) % num_members
             for member in range(num_members)

@@ -48,7 +48,7 @@ def group_by_holders(
     """Group the atoms that have the same holders.
 
     Args:
-        ranks: ranks that hold each atom, atom after atom, in ascending order for each atom.
+        ranks: ranks that hold atom 0, then the ranks that hold atom 1, and so on. The ranks of an atom are ascending.
         start: (num_atoms + 1,) position of each atom's first rank in `ranks`.
 
     Returns:

@@ -73,8 +73,8 @@ def resolve_names(
 ) -> TensorNames:
     """Give every tensor name a class. Names of one class belong to the same tensor.
 
-    An alias of a source (tied weights) joins two names into one class. An alias of a destination joins no classes. If
-    the sources have only one of the two tied names, that tensor is the source of the destination's tensor.
+    An alias of a source (tied weights) joins two names into one class. An alias of a destination joins no classes. But
+    if the sources have a tensor of only one of the two names, the other name gets the class of this tensor.
 
     Args:
         sources: manifests of the trainer ranks.

@@ -272,11 +272,12 @@ class BatchQueue:
 
         Hold large tensors of the samples in this process. Drop the batches before the newest `KEPT_STEPS`.
 
-        If `settled` returns lost samples, put the step again, with other groups in place of the groups of these samples.
+        If `settled` has returned lost samples, the caller must put the step again, with other groups in place of the
+        groups of these samples.
 
         Raises:
-            ConfigError: the step is not greater than all earlier steps, `groups` is empty, or a value of a
-                group is not a `TrainingSample`.
+            ConfigError: the step is neither greater than all earlier steps nor a step with lost samples; `groups` is
+                empty; or a value of a group is not a `TrainingSample`.
         """
         (step,) = plain_integers("BatchQueue: step", (step,))
         batch = check_groups(f"BatchQueue: step {step}", groups)
@@ -317,8 +318,8 @@ class BatchQueue:
     async def settled(self, step: int, *, deadline_s: float) -> tuple[str, ...]:
         """Wait until all trainer ranks have the tensors of the batch of `step`, or until tensors are lost.
 
-        A tensor is lost if the process that held it has ended. In this case, no rank gets the batch. Decline the groups of
-        the returned samples, take other groups from the controller, and `put` the step again.
+        A tensor is lost if the process that held it has ended. In this case, no rank gets the batch. The caller must then
+        decline the groups of the returned samples, take other groups from the controller, and `put` the step again.
 
         Returns:
             Task ids of samples with lost tensors; empty if ranks have all tensors, or if no sample has a large tensor.
@@ -616,8 +617,8 @@ class BatchClient(Closing):
             AuthenticationError: wrong token.
             StaleMessage: the controller has dropped the batch of this step.
             PeerTimeout: the controller had no batch of this step, or did not answer, within `deadline_s`.
-            TransferOutcomeUnknown: `MAX_WRITES` writes have failed whose bytes may still arrive. Each keeps as much memory
-                as the shard's tensors until this process ends.
+            TransferOutcomeUnknown: `MAX_WRITES` writes have failed, and their bytes may still arrive. Each of these writes
+                occupies as much memory as the shard's tensors until this process ends.
         """
         if step < 0:
             raise ConfigError(f"next_batch: step must be >= 0, got {step}")
@@ -728,10 +729,11 @@ class BatchClient(Closing):
 
         Args:
             method: HTTP method.
-            path: function that returns the path for a number of seconds that the controller may wait.
-            body: function that returns the content for this number of seconds.
-            deadline: deadline, with the beginning of the error's text.
-            every_s: seconds after which the request is repeated; None for `ASK_EVERY_S`.
+            path: function that returns the path. Its argument is the number of seconds that the controller may wait.
+            body: function that returns the content. Its argument is the same number.
+            deadline: deadline of the call. The error's text begins with its `purpose`.
+            every_s: seconds that the controller may wait at most; then the client repeats the request. None for
+                `ASK_EVERY_S`.
 
         Raises:
             AuthenticationError, ConfigError, ProtocolError, StaleMessage: see `next_batch`.

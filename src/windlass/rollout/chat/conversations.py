@@ -138,7 +138,7 @@ class Conversations:
         return Prompt(known.prompt_ids + ids, messages)
 
     def _after_last(self, known: _Answered, whole: str, template: Template) -> str:
-        """Return the text of `whole` after an answer, or "" if `whole` does not begin with the text up to the answer."""
+        """Return the text after the answer of `known`, or "" if `whole` does not begin with the text of `known.messages`."""
         last, _ = self._ends_of_answers()
         earlier = self._rendered(known.messages, template, add_generation_prompt=False)
         is_kept = last and earlier.endswith(last) and whole.startswith(earlier)

@@ -39,7 +39,7 @@ class Message(msgspec.Struct, frozen=True):
 
     @classmethod
     def of(cls, given: Mapping[str, Any]) -> Message:
-        """Convert a message of a `Chat`, which has the form of chat completions. Its tool calls may have any form."""
+        """Convert a message in the form of chat completions, as a `Chat` contains it. Tool calls may have any form."""
         content = given.get("content")
         if isinstance(content, list):
             content = "\n".join(part["text"] for part in content)
@@ -58,7 +58,7 @@ class Message(msgspec.Struct, frozen=True):
         return cls(given["role"], content or "", **known, more=more)
 
     def for_template(self) -> dict[str, Any]:
-        """Return the message in the form that chat templates take: arguments are values and not JSON."""
+        """Return the message in the form that chat templates take: the arguments of tool calls are decoded from JSON."""
         found: dict[str, Any] = {"role": self.role, "content": self.content}
         if self.reasoning:
             found["reasoning_content"] = self.reasoning

@@ -275,8 +275,8 @@ class Policy:
 
         Args:
             request: the request.
-            max_tokens: limit of tokens in the request; the submitter's limit also applies.
-            stop: stop texts in the request; the submitter's stop texts also apply.
+            max_tokens: largest number of new tokens that the request allows; the submitter's limit also applies.
+            stop: stop texts that the request names; the submitter's stop texts also apply.
             schema: JSON schema of the answer; None for text.
 
         Raises:
@@ -351,7 +351,7 @@ def completion_call(request: CompletionRequest, policy: Policy) -> Call:
 
 
 def response_call(request: ResponseRequest, policy: Policy, previous: Sequence[Message]) -> Call:
-    """Return the call of a response, after the messages of the previous response.
+    """Return the call of a response. `previous` has the messages of the previous response; the new messages follow them.
 
     Raises:
         ConfigError: the endpoint cannot answer the request.

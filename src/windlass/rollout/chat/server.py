@@ -229,7 +229,7 @@ class ChatServer:
                 web.post("/v1/sessions/{id}/reward", self._reward),
             ]
         )
-        # If a client disconnects, aiohttp cancels the handler. An answer that the client did not get is then no turn.
+        # If a client disconnects, aiohttp cancels the handler. The session then records no turn for this request.
         self._runner = web.AppRunner(
             app,
             access_log=None,
