@@ -449,7 +449,7 @@ class TrainingSample(msgspec.Struct, frozen=True, kw_only=True):
             self._set("metadata", plain_map(f"{where}metadata", self.metadata))
 
     def _check_tensors(self, where: str) -> None:
-        """Raise `ConfigError` if an entry of `tensors` is invalid, or a per-token tensor has not one entry per token."""
+        """Raise `ConfigError` for an invalid entry of `tensors`, or for a per-token tensor of the wrong length."""
         for name, tensor in check_tensors(where, self.tensors).items():
             if tensor.per_token and tensor.shape[0] != len(self.output_ids):
                 raise ConfigError(

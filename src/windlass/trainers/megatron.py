@@ -154,7 +154,8 @@ def describe_megatron_trainer(
     _refuse_wrappers(chunks)
     if copy_of is not None and use_main_params:
         raise ConfigError(
-            "copy_of: must be given without use_main_params, whose copies have memory"
+            "copy_of: must be None with use_main_params=True, got a function; leave it out, because the optimizer's fp32 "
+            "copies keep their memory during `publish`"
         )
     tied = bool(_unwrap(chunks[0]).share_embeddings_and_output_weights)
     builder = ManifestBuilder(f"{group}/{dist.get_rank()}", Role.TRAINER)
@@ -261,7 +262,7 @@ def _placed(
             if family is None:
                 raise
             _log.warning(
-                "the naming table of %s is used, because the exporter cannot be: %s", family, error
+                "the exporter cannot be used, so the naming table of %s is used: %s", family, error
             )
     if family is None:
         raise ConfigError(

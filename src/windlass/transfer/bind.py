@@ -230,7 +230,7 @@ class SentLinks:
         bindings: Sequence[DestinationBinding],
         gone: Collection[str],
     ) -> tuple[SentLinks, NewLinks]:
-        """Return a copy of these links that lacks the links to `gone` and has the links of `plan`.
+        """Return a copy of these links without the links to `gone`, and with the links of `plan`.
 
         Args:
             manifest: manifest of this rank.

@@ -59,7 +59,7 @@ class ShadowCopy:
         self.addresses = tuple(self.buffer.address + offset for offset in offsets)
 
     def copy_over(self) -> None:
-        """Copy all elements, but not padding, to the live parameters, and wait for the end. Idempotent.
+        """Copy all elements, but not padding, to the live parameters, and wait until they are copied. Idempotent.
 
         Raises:
             TransferOutcomeUnknown: GPU kernels did not end within `OWN_WORK_S`.
@@ -282,7 +282,9 @@ class Destination:
         return self._staging.address
 
     def _unbind(self) -> None:
-        """Drop all links, and free the digests and copies that `bind` prepared. No kernel may use these any more.
+        """Drop all links, and free the digests and copies that `bind` prepared.
+
+        Call this after their kernels have ended.
 
         Keep the shadow copy and the staging memory.
         """

@@ -71,7 +71,7 @@ def local_tensor(parameter: torch.Tensor) -> torch.Tensor:
 
 
 def local_shard(name: str, parameter: torch.Tensor, *, by_fsdp: bool = False) -> HeldPart:
-    """Describe this rank's part of a parameter. Not collective. The part is empty if the mesh lacks this rank.
+    """Describe this rank's part of a parameter; the part is empty if the rank is not in the mesh. Not collective.
 
     Args:
         name: name for the description and for errors.
@@ -165,8 +165,8 @@ def _is_in_order(mesh: DeviceMesh) -> bool:
 def _cut_order(name: str, tensor: DTensor) -> dict[int, list[int]]:
     """Return tensor dim -> mesh axes that cut the dim, in the order of the cuts.
 
-    The split factor of a strided shard is the number of parts into which earlier cuts have divided the dim. These are
-    cuts of mesh axes to the right of the shard's axis. So the split factor determines the cut's place in the order.
+    The split factor of a strided shard is the number of parts into which earlier cuts have divided the dim. The axes of
+    the earlier cuts are to the right of the shard's axis. So the split factor determines the cut's place in the order.
 
     Raises:
         UnsupportedLayout: a placement is neither shard nor replica, or no order of the cuts gives the split factor of a
@@ -248,14 +248,14 @@ def held_tensors(
 ) -> list[HeldTensor]:
     """Return the tensors of `module` on this rank that a checkpoint would contain: parameters and persistent buffers.
 
-    A tensor with several names has one entry per name. Parameters on a mesh that lacks this rank are left out. If FSDP2
-    has gathered a parameter for a forward pass, its entry has the shard, because the optimizer steps the shard and not
-    the gathered copy.
+    A tensor with several names has one entry per name. Parameters whose mesh does not contain this rank are left out.
+    If FSDP2 has gathered a parameter for a forward pass, its entry has the shard, because the optimizer steps the shard
+    and not the gathered copy.
 
     Args:
         module: the module.
-        name_map: see `NameMap`; None keeps all names. Names have no parts that `torch.compile`, activation checkpointing,
-            FSDP1 or `DistributedDataParallel` inserted.
+        name_map: see `NameMap`; None keeps all names. It gets names without the parts that `torch.compile`, activation
+            checkpointing, FSDP1 and `DistributedDataParallel` insert.
         role: with a role, the tensors are checked, and FSDP2 modules are resharded (locally, without communication).
             TRAINER also leaves out buffers that cannot be sent (complex, sparse, without memory). Few engines need such
             a buffer, and an engine that needs it reports it as missing. None is for tensors that were described before:
@@ -728,8 +728,8 @@ class LiveTensors:
         """Return the name of the first tensor that has changed since the last `locate` or `watch`, or an empty text.
 
         A tensor has changed if it has moved or if torch has counted a write to it. torch counts writes of its
-        operators. It does not count writes to `Tensor.data`, by numpy, or by kernels of other libraries. Of these, this
-        method detects only merging and unmerging of PEFT adapters.
+        operators. It does not count writes through `Tensor.data`, writes by numpy, and writes by kernels of other
+        libraries. Of these writes, this method detects only merging and unmerging of PEFT adapters.
         """
         with self._lock:
             if not self._watched.tensors:

@@ -38,7 +38,8 @@ def batches_to(
 ) -> Iterator[WriteBatch]:
     """Yield the writes to a destination in batches of at most `WRITE_PIECES` pieces.
 
-    The columns are (n,): addresses of the pieces in this process and at the destination, and sizes in bytes.
+    `local` and `remote` are the (n,) addresses of the pieces in this process and at the destination. `nbytes` contains
+    their sizes.
     """
     for start in range(0, len(nbytes), WRITE_PIECES):
         part = slice(start, start + WRITE_PIECES)
@@ -229,7 +230,7 @@ class Packer:
             places: tuple[range, ...] = (range(start, middle), range(middle, middle + nbytes))
             if nbytes < self._least(program) and self.holds((program,)):
                 # Half of the arena is too small for this link, but the whole arena is large enough. `ring` gets such a
-                # link only when the link is written again.
+                # link only if the earlier arena, which contained the whole packed link, was abandoned.
                 places = (range(start, start + self.slot.nbytes),)
             self._packs[key] = self.memory.pack_link(program, self._sources, places)
         pack = self._packs[key]

@@ -117,7 +117,7 @@ class Receiver:
 
         Raises:
             PlanError, RegionError, TransferFailed, TransferOutcomeUnknown: see `Destination.bind`.
-            PlanError: parameters in another process would need further memory there.
+            PlanError: the live parameters are in another process, and the plan needs further memory in that process.
         """
         with self._lock:
             if self.remote is not None:
@@ -208,7 +208,7 @@ class Receiver:
     def close(self) -> None:
         """Free everything that `connect` has allocated. No peer may write after this call. Idempotent.
 
-        Memory that late kernels may still use is abandoned. `connect` may be called again.
+        Memory that late kernels may still use stays allocated until the process ends. `connect` may be called again.
         """
         with self._lock:
             if self.progress is not None:

@@ -131,7 +131,7 @@ class RegisteredMemory:
             span = memory.address, memory.nbytes
             if memory.nbytes and not (before and _holds(self._by_owner[before - 1], span)):
                 storages[memory.address] = memory.storage
-                # The owner of some memory has registered it already (`_by_owner`). Do not merge parameters on both
+                # `_by_owner` contains regions that their owner has registered already. Do not merge parameters on both
                 # sides of such a region into one range, because the range would contain the region.
                 spans.setdefault(before, set()).add(span)
 

@@ -725,7 +725,7 @@ class RelaySource:
 
         Raises:
             RoundAborted: this rank has no link to one of the destinations.
-            TransferOutcomeUnknown: bytes may still arrive at any destination.
+            TransferOutcomeUnknown: bytes may still arrive at some destinations.
             WindlassError: see `Sender.write`.
         """
         deadline = Deadline.after(deadline_s, "write")
@@ -782,7 +782,10 @@ class RelaySource:
         if written is not None and (lost := written.exception()) is not None:
             return self._sender.failed(name, lost, arena)
         if not digest:
-            reason = "arena_nbytes: must be 0 or large enough for all packed ops of this rank, because engines relay"
+            reason = (
+                "arena_nbytes: must be 0 or large enough for all packed bytes of this rank, because the rank writes to a "
+                "relay group"
+            )
             return failed_link(name, reason)
         own = Carried(0, 0.0) if written is None else written.result()
         return LinkOutcome(name, LinkStatus.OK, own.nbytes, digest, wire_s=own.wire_s)
