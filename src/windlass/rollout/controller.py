@@ -169,7 +169,7 @@ class RolloutController:
         """Write and close the journal. Log an error if its last entries cannot be written."""
         try:
             await self._journal.close()
-        # Continue without the journal, so that workers are disconnected and timers stop.
+        # Continue after an error, so that `close` still disconnects the workers and stops the timers.
         except OSError as error:
             logger.error("the journal lacks its last entries: %s", error)  # noqa: TRY400
 
@@ -324,9 +324,9 @@ class RolloutController:
 
         Call this if the trainer cannot use the result, for example because all rewards are equal.
 
-        The staleness policy admits a limited number of rollouts until the version rises, and delivered results count. If a
-        trainer cannot use some of them, it may lack samples for its step. The version then does not rise, and without this
-        call the controller would admit no more rollouts.
+        The staleness policy admits a limited number of rollouts until the version rises, and delivered results count
+        towards this limit. If a trainer cannot use some of them, it may lack samples for its step. The version then
+        does not rise, and without this call the controller would admit no more rollouts.
 
         Raises:
             RolloutError: the result was not delivered by this process, is not among the 4096 newest results, or

@@ -114,7 +114,7 @@ class EngineChoice:
 
         Args:
             engines: candidates; not empty.
-            load_of: returns the number of attempts on an engine.
+            load_of: function that returns the number of attempts on an engine.
             prefixes: hashes of the prompt's beginnings, shortest first, see `prefixes_of`.
             avoid: name of an engine that just failed; chosen only if it is the only candidate.
         """

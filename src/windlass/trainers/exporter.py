@@ -69,7 +69,7 @@ def captured_export(
     Args:
         tensors: contiguous parameters and buffers of this rank by name. The result has an entry for each tensor that
             the exporter uses on this rank.
-        export: runs the exporter on all ranks and yields the same names in every run.
+        export: function that runs the exporter on all ranks. It yields the same names in every run.
         required: names of the tensors that must be exported on at least one rank.
         deadline_s: seconds to wait for other ranks, also in each collective of the exporter on gloo and NCCL.
 

@@ -149,7 +149,7 @@ class Receiver:
         """Bind a plan part for live parameters in another process; return the addresses in that process.
 
         Raises:
-            PlanError: the plan part needs memory beside the live parameters.
+            PlanError: the plan part needs a shadow copy or staging memory in the other process.
         """
         worker, found = self.manifest.worker, self.destination
         if mode is not UpdateMode.IN_PLACE:
