@@ -180,7 +180,7 @@ class Controller:
         """Make every engine free its weights and caches, so that trainers on the same device can step.
 
         The next update wakes the engines and fills them. Until then they serve nothing, and requests wait. Engines must
-        use the transport `pull`. Call this between two updates.
+        use the transport `pull` (the embedded engine may also use `cma`). Call this between two updates.
 
         Args:
             mode: treatment of running requests, ABORT or RETRACT.

@@ -294,7 +294,7 @@ class EngineAgent:
             self._source.close()
 
     def _send_own(self, command: SourceCommand) -> Result:
-        """Carry out a command to send this rank's own weights to another engine (a catch-up).
+        """Carry out a command for the source of a catch-up: this rank sends its own weights to another engine.
 
         The caller holds the agent's lock, so no other command changes the weights while this command runs.
 

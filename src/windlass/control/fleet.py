@@ -705,8 +705,9 @@ class Fleet:
             engines: names of the expected engines.
 
         Returns:
-            "trainers" or engine name -> text with the number of its connected ranks. The text for trainers says
-            "weights of trainers", because a trainer process connects only after it has built its model.
+            "trainers" or engine name -> text. The text has the number of connected ranks, unless no rank of the engine is
+            connected. The text for trainers says "weights of trainers", because a trainer process connects only after it
+            has built its model.
         """
         trainers = self.trainers()
         there = len(trainers.agents) if trainers is not None else 0
@@ -742,7 +743,8 @@ class Fleet:
             binding: binding that the round used.
             round_id: id of the round.
             lineage: lineage of the run that the version belongs to.
-            late: replies that arrived too late for the state machine (`RoundDriver.late`). Each is passed to `settle`.
+            late: replies that arrived too late for the state machine (`RoundDriver.late`). A reply of a source that gets a
+                hold is passed to `settle`.
         """
         for name, outcome in finish.engines.items():
             bound = binding.identities_of(binding.engines[name])

@@ -183,8 +183,8 @@ class CatchUps:
     async def _bring_up_from_trainers(self) -> None:
         """Run a round in which the trainers send the published version again to all writable engines.
 
-        Do nothing unless `trainers_stand_still`. After a failed round, wait before the next round, and give up after
-        `MAX_ATTEMPTS` rounds.
+        Do nothing unless `trainers_stand_still`. After a failed round, do nothing until a delay has passed. Give up after
+        `MAX_ATTEMPTS` failed rounds.
         """
         fleet = self._fleet
         trainers, engines = fleet.trainers(), fleet.writable_engines()

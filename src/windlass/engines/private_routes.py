@@ -170,7 +170,7 @@ class PrivateRoutes:
             await send({"type": "websocket.close", "code": 1008})
 
     def _may(self, scope: Message) -> bool:
-        """Return whether a request is for an open route or shows the server's key."""
+        """Return whether a request may pass: its route is open, or the request shows the server's key."""
         path = route_path(scope)
         if path in self._open or (path.startswith(_OPEN_PREFIX) and path not in _LOADS):
             return True

@@ -223,7 +223,7 @@ def _secrets_in(folder: str) -> Secrets:
         return msgspec.json.decode((Path(folder) / _SECRETS).read_bytes(), type=Secrets)
     except OSError as error:
         raise ConfigError(
-            f"every rank must run on the server's host and as the server's user, got no {folder}: {error}"
+            f"every rank must run on the server's host and as the server's user; this rank cannot read {folder}: {error}"
         ) from error
 
 

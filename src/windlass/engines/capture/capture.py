@@ -396,7 +396,7 @@ def _observe_once(
     keeps the random values.
 
     `scattered` has the names of tensors above `exact_numel` elements that must be read at every place. If `layers` is
-    given, load digits only into `layers.loaded`.
+    given, load digits only for the checkpoint tensors `layers.loaded`.
 
     Raises:
         _PartRefused: the loader failed because it got only the tensors of `layers.loaded`.

@@ -235,7 +235,10 @@ class Scheduler:
             self._changed.notify_all()
 
     def sample(self, step: Step, logits: torch.Tensor) -> None:
-        """Sample one token per row of the step's logits (B, V), and append the token to the row's request."""
+        """Sample one token per row of the step's logits (B, V), and append the token to the row's request.
+
+        If torch cannot sample a row, end its request with the error.
+        """
         with self._changed:
             requests = [self._running.get(slot) for slot in step.slots]
             for request, row in zip(requests, self._sample(requests, logits), strict=True):
