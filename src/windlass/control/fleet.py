@@ -413,7 +413,7 @@ class Fleet:
             )
 
     def _insert(self, hello: Hello, manifest: ShardManifest) -> Agent:
-        """Add a rank, whose Hello `admit` has checked, to its group and to the fleet; return the rank.
+        """Add a rank to its group and to the fleet, and return the rank. `admit` has checked the rank's Hello.
 
         - Set the group's version to the lowest version of its ranks, and update the state of its engine.
         - Record the rank's endpoints, so that no other rank may connect with one of them.

@@ -86,8 +86,8 @@ class HeldWeights:
     def note_changes(self) -> None:
         """Record the name of a parameter that has changed since `watch`, if one has changed.
 
-        Call this before `TrainerWeights.parameters`, because that call resets the state to which
-        `TrainerWeights.changed` compares the weights.
+        Call this before `TrainerWeights.parameters`, because that call resets the state that `TrainerWeights.changed`
+        compares with the weights.
         """
         with self._noting:
             if self._is_watched or self._is_released:

@@ -97,7 +97,7 @@ class Run:
 
         If an agent of this run serves a newer version that is not above `reserved`, record that this version is published.
         A controller without a journal file also accepts a version of another run, but only from a trainer, because an
-        engine may have served an unrelated run. It does so only until it has bound a plan.
+        engine may have served an unrelated run. Once the controller has bound a plan, it accepts no such version.
         """
         # An agent refuses epochs below the highest that it has received from any controller.
         epoch = max(self.round_id.epoch, hello.epoch)

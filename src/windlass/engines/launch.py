@@ -171,7 +171,7 @@ def server_environment(args: argparse.Namespace) -> Iterator[dict[str, str]]:
     The file exists only inside the block.
 
     Raises:
-        ConfigError: a controller is given and no token, or the server has several nodes and no token.
+        ConfigError: a controller is given but no token, or the server has several nodes but no token.
     """
     token = control_token() if args.controller else secret_value(TOKEN_VARIABLE)
     if args.nnodes > 1 and not token:
@@ -328,7 +328,7 @@ def attach_running(args: argparse.Namespace) -> int:
         Always 0, the exit status.
 
     Raises:
-        ConfigError: no controller is given, the server does not run on this host, or it saved no key on this host.
+        ConfigError: no controller is given, the server does not run on this host, or the server saved no key on this host.
         EngineRefused: the server did not join; the message has the server's reason.
         PeerUnreachable, PeerTimeout: the server did not answer.
         SystemExit: SIGTERM or SIGINT arrived.

@@ -651,8 +651,8 @@ class _Reading(TorchFunctionMode):
     def read(self, names: Iterable[str]) -> frozenset[str]:
         """Return the names among `names` that the loader read or still references.
 
-        If no read was recorded, return all `names`, because the loader may read in another thread, which a torch function
-        mode does not see.
+        If no read was recorded, return all `names`, because the loader may read in another thread, where a torch function
+        mode records nothing.
         """
         kept = {name for tensor, name in self._given.values() if tensor() is not None}
         found = self._read | kept

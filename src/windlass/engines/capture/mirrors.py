@@ -345,7 +345,7 @@ def _mirror(holding: Holding, sources: list[Holding]) -> Mirror | None:
     """Return the mirror that fills a tensor from weights, or None if the tensor is not a mirror.
 
     First compare whole rows with the rows of all weights. If this fails, use only the weights whose names are most
-    similar: compare a vector with pieces of them, and a matrix with submatrices of them.
+    similar: compare a vector with pieces of these weights, and a matrix with their submatrices.
     """
     for rows in _forms(holding.tensor):
         if rows.shape[1] >= FEW and (found := _from_rows(holding, rows, sources)):
@@ -396,8 +396,8 @@ def _from_all_rows(
 ) -> Mirror | None:
     """Search the matrices of `alike` for every nonzero row, and return the mirror.
 
-    `alike` has the weights as matrices with the width of `rows`. Return None if a row is in no matrix, or the rows found
-    in one matrix do not look like a slice.
+    `alike` has the weights as matrices with the width of `rows`. Return None if a row is missing from all matrices, or if
+    the rows found in one matrix do not look like a slice.
     """
     missing = (_comparable(rows) != 0).any(1)
     parts: list[Part] = []
@@ -451,7 +451,8 @@ def _part(
 def _rows_in(rows: torch.Tensor, places: torch.Tensor, matrix: torch.Tensor) -> torch.Tensor:
     """Return, for each row of `rows` whose index is in `places`, the index of an equal row of `matrix`, or -1.
 
-    Only the first row of `matrix` with the same hash of 8 columns is compared, so -1 does not prove that no row is equal.
+    Compare each row only with the first row of `matrix` that has the same hash of 8 columns. So the result may be -1
+    although a later row of `matrix` is equal.
     """
     width = rows.shape[1]
     columns = _spread(width, min(width, 8), rows)

@@ -96,7 +96,7 @@ class Snapshot:
         self._on_host = HostCopies([on_gpu[name] for name in self._moved]) if self._moved else None
 
     def _keep(self, node: Node) -> None:
-        """Record the contents of an object; skip a global object that contains no tensor, array or float.
+        """Record the contents of an object. Skip a global object unless it directly contains a tensor, an array or a float.
 
         Other models and threads may change global objects, so a snapshot restores only those that may depend on weights.
         """

@@ -155,7 +155,7 @@ def _read_weight(shard: ModelShard, name: str) -> list[Any]:
     """Return the values of a parameter's shard on this rank, as nested lists of floats.
 
     Raises:
-        ConfigError: the model has no parameter or persistent buffer of this name.
+        ConfigError: `name` is not the name of a parameter or persistent buffer of the model.
     """
     held = shard.module.state_dict()
     if name not in held:

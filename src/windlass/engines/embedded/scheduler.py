@@ -161,7 +161,7 @@ class Scheduler:
             self._changed.notify_all()
 
     def abort(self, rid: str) -> bool:
-        """End the request with this id; its answer has the tokens so far. Return False if no such request runs or waits."""
+        """End the request with this id; its answer has the tokens so far. Return False if it neither runs nor waits."""
         with self._changed:
             found = [r for r in (*self._running.values(), *self._waiting) if r.rid == rid]
             for request in found:

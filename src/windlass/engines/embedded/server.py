@@ -299,7 +299,7 @@ class EngineServer:
         return web.json_response({**told, "is_generation": True})
 
     async def _get_weights(self, http: web.Request) -> web.Response:
-        """Return the values of a weight, which the query names."""
+        """Return the values of the weight that the query names."""
         self._require("get_weights_by_name")
         return web.json_response({"parameter": self._read_weight(http.query.get("name", ""))})
 

@@ -336,8 +336,8 @@ def separate_caches() -> None:
     """Patch SGLang so that a request finds only prefix-cache entries of the weights that are live when it starts.
 
     The patched `Req.init_next_round_input` adds the namespace of the current weights to a request's `extra_key`, which is
-    part of the key of cache entries. The method adds the namespace only if SGLang (0.5.16, 0.5.23) passes a `tree_cache`:
-    SGLang does so if a waiting request may start. A request that runs during an update keeps its old namespace. Later
+    part of the key of cache entries. The method adds the namespace only if SGLang passes a `tree_cache`. SGLang (0.5.16,
+    0.5.23) passes it if a waiting request may start. A request that runs during an update keeps its old namespace. Later
     requests do not find the cache entries of this request, and SGLang evicts them like other unused entries.
 
     Raises:

@@ -114,7 +114,7 @@ def session(
 
     `has_sessions` is False if the caller knows that the release has no sessions, which saves a request.
     At the end of the `with` block, SGLang's ranks post-process weights. The block ends when the ranks of the first
-    pipeline stage have done so.
+    pipeline stage have finished this.
     """
     # SGLang 0.5.16 has no sessions. Without this field, it would pass an order to a draft model too.
     without = {"disable_draft_model": True}
