@@ -106,7 +106,7 @@ class Scoring:
 
         Raises:
             PeerTimeout: there were not enough groups, or a group was not scored, within `batch_deadline_s`.
-            RolloutError: too many rollouts failed in a row, see `MIN_ALIKE`, or the reward failed for a larger share of
+            RolloutError: too many rollouts failed in a row (see `MIN_ALIKE`), or the reward failed for a larger share of
                 rollouts than `max_failed_rewards`.
             TrainerError: the ranks could not fetch the tensors of the groups. The groups stay in `rollouts`.
             WindlassError: the recipe raised an exception, in its tasks or while it scored a group.
@@ -176,7 +176,9 @@ class Scoring:
                 )
                 self._replace(group_id, reasons)
         if len(present) == len(found) and not num_replaced:
-            raise TrainerError(f"tensors: {len(lost)} that the recipe made did not reach the ranks")
+            raise TrainerError(
+                f"tensors: {len(lost)} tensors that the recipe made did not reach the ranks"
+            )
         return False
 
     def _note_change(self, _: object = None) -> None:
@@ -221,7 +223,7 @@ class Scoring:
         num_alike = self._rollouts.failed_alike
         if num_alike >= max(MIN_ALIKE, 2 * self._config.groups_per_step):
             raise RolloutError(
-                f"rollouts: the last {num_alike} failed without a retry and none was accepted; "
+                f"rollouts: the last {num_alike} failed without a retry (no rollout was accepted between them); "
                 f"{self._rollouts.describe()}"
             )
         if self._scorer is None or self._num_scores < self._window:

@@ -64,8 +64,8 @@ class SilenceWatch:
                     fault = await self._ask(http, name)
                     is_in_update |= self._controller.coordinator.in_round
                     has_served |= not fault
-                    # Ignore the server until it has answered once: the controller may have no route to the server,
-                    # because only workers need a route.
+                    # Ignore a server that has never answered. Only workers need a route to the server, so the
+                    # controller may have none.
                     fault = fault if has_served else ""
                 if fault and is_in_update:
                     # The update may block the engine, and each phase of the update has a deadline. So do not count

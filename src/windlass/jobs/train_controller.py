@@ -240,8 +240,8 @@ class TrainController:
     async def start(self, url: str, *, deadline_s: float) -> None:
         """Start all ranks, wait until they have connected, and call `TrainEngine.setup` on each.
 
-        Ranks of an earlier start are ended first, and their failure is forgotten. The new ranks do not load a checkpoint;
-        see `load`. If an engine still runs on the nodes that the scheduler reserved for the earlier ranks, the new ranks
+        First end the ranks of an earlier start, and clear their failure. The new ranks do not load a checkpoint; see
+        `load`. If an engine still runs on the nodes that the scheduler reserved for the earlier ranks, the new ranks
         start on these nodes, too.
 
         Args:
@@ -251,7 +251,7 @@ class TrainController:
         Raises:
             ConfigError: the scheduler cannot start the processes.
             TrainerError: a rank died, did not connect or set up within `deadline_s`, or its `setup` raised or returned
-                impossible data-parallel numbers.
+                data-parallel numbers out of range.
         """
         deadline = Deadline.after(deadline_s, "connect")
         await self._end_ranks(BROKEN_GRACE_S)
@@ -279,8 +279,8 @@ class TrainController:
         for rank, done in zip(self._ranks, answers, strict=True):
             if not 0 <= done.data_parallel_rank < done.data_parallel_size <= len(self._ranks):
                 raise TrainerError(
-                    f"{rank.peer}: data-parallel rank must be in [0, size <= {len(self._ranks)}), "
-                    f"got {done.data_parallel_rank} of {done.data_parallel_size}"
+                    f"{rank.peer}: setup must return a data-parallel rank in [0, size) and a size of at most "
+                    f"{len(self._ranks)}, got rank {done.data_parallel_rank} and size {done.data_parallel_size}"
                 )
             rank.data_parallel = done
 
@@ -524,8 +524,8 @@ class TrainController:
     async def _end_ranks(self, grace_s: float) -> None:
         """End the processes of all started ranks at the same time, and close their connections.
 
-        Each process has `grace_s` before SIGKILL. From now on, the job starts no engine that shares GPUs with ranks.
-        If ending a rank fails, all other ranks are still ended, and then the first error is raised.
+        Each process has `grace_s` before SIGKILL. Clear `ranks_started`: until the next `start`, the job then starts no
+        engine that shares GPUs with ranks. If ending a rank fails, end all other ranks, then raise the first error.
         """
         self.ranks_started.clear()
 

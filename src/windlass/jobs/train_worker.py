@@ -471,7 +471,7 @@ class TrainWorker(Client[TrainCommand, TrainResult, Welcome]):
                 try:
                     found = engine.setup(context)
                 finally:
-                    # With these variables, rank 0 of a later group would not start that group's own store.
+                    # If these variables stayed set, rank 0 of a later process group would not start that group's store.
                     remove_values(JOINS_STORE)
                 place = plain_integers("setup: the returned ranks", found)
                 if len(place) != 2:

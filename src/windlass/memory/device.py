@@ -202,7 +202,7 @@ class _CudaCopies(GpuTables):
         if self._words:
             gpu.device.clear(self._words, WORDS_NBYTES, gpu.stream)
         for table, may_overflow in self._tables:
-            # A kernel reports an overflow only if it also hashes, that is, if it gets the address of words.
+            # Only the hashing kernels report an overflow. `put` launches them if it gets the address of words.
             words = self._words if may_overflow else 0
             gpu.kernels.put(table, gpu.stream, words, num_multiprocessors=self._num_multiprocessors)
 

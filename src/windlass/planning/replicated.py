@@ -179,8 +179,8 @@ class Replicated:
     def period(self, sent_nbytes: int) -> int:
         """Return the period: the number of turns after which every block was compared once.
 
-        A rank then digests about `SAMPLE_SHARE` of `sent_nbytes` in a turn. `sent_nbytes` is the number of bytes that
-        the busiest rank sends in an update.
+        With this period, a rank digests about `SAMPLE_SHARE` of `sent_nbytes` in a turn. `sent_nbytes` is the number of
+        bytes that the busiest rank sends in an update.
         """
         wanted = int(self.nbytes // max(sent_nbytes * SAMPLE_SHARE, 1)) + 1
         # At most `num_runs`, so that no turn is empty.
@@ -393,7 +393,7 @@ def _named_box(
 def _slowest_first(sizes: Int64Array, strides: Int64Array) -> Int64Array:
     """Return an order of the dims for each box, (b, MAX_DIMS): dims of size 1 first, then by descending stride.
 
-    `_join_rows` then finds the longest contiguous rows.
+    In this order of the dims, `_join_rows` finds the longest contiguous rows.
     """
     order: Int64Array = np.argsort(
         np.where(sizes == 1, np.iinfo(np.int64).min, -strides), 1, "stable"

@@ -194,8 +194,8 @@ def _interleaved(part: _Part, geometry: Geometry) -> Iterator[PlacedShard]:
     local, total = part.shape[0], groups * sum(counts)
     if local * part.size != total:
         raise ManifestError(
-            f"parameter {part.name!r}: {local} rows on each of {part.size} ranks must be {total} "
-            f"rows of {groups} groups of {geometry.queries_per_group} queries, a key and a value"
+            f"parameter {part.name!r}: {local} rows on each of {part.size} ranks must be {total} rows "
+            f"in total: {groups} groups, each with {geometry.queries_per_group} queries, a key and a value"
         )
     begin, end, at = part.rank * local, (part.rank + 1) * local, 0
     for group in range(groups):
