@@ -141,7 +141,7 @@ async def run_job(
                 evaluates=config.evaluation.every > 0,
                 has_rewards=config.rewards is not None,
             )
-    with progress.part("checks of the recipe"), recipe_code("check"):
+    with progress.part("checking the recipe"), recipe_code("check"):
         await asyncio.to_thread(recipe.check, config)
     output_dir = await asyncio.to_thread(Path(config.output_dir).resolve)
     await asyncio.to_thread(output_dir.mkdir, parents=True, exist_ok=True)
