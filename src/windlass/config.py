@@ -19,7 +19,7 @@ NameT = TypeVar("NameT", bound=StrEnum)
 
 
 def take_name(what: str, value: str, kind: type[NameT]) -> NameT:
-    """Return the member of the enumeration `kind` for `value`, which is a member or the value of a member.
+    """Return the member of the enumeration `kind` that `value` names. `value` may also be the member itself.
 
     Raises:
         ConfigError: there is no such member. The message begins with `what`.
@@ -33,8 +33,8 @@ def take_name(what: str, value: str, kind: type[NameT]) -> NameT:
 def take_names(settings: msgspec.Struct, kinds: Mapping[str, type[StrEnum]]) -> None:
     """Replace strings in fields of settings by enumeration members, so that users may write `mode="staged"`.
 
-    `__post_init__` of the settings calls this, because other code compares members with `is`, which is False for a
-    string.
+    `__post_init__` of the settings calls this. Other code compares fields with members by `is`, which would be False
+    for a string.
 
     Args:
         settings: object that is changed.

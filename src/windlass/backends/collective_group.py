@@ -284,8 +284,8 @@ class TorchBroadcastGroup:
         """Begin to broadcast the first `nbytes` of buffer `slot`, from rank 0 to all other members.
 
         All members must call this with the same `slot` and `nbytes`, in the same order. The buffer must not change
-        before the broadcast has ended. `deadline_s` limits the broadcast (at least `MIN_TIMEOUT_S`). With Gloo and a
-        GPU, it also limits the wait for the kernels that fill the buffer.
+        before the broadcast has ended. The broadcast fails after `deadline_s`, but not before `MIN_TIMEOUT_S`. With
+        Gloo and a GPU, `deadline_s` also limits the wait for the kernels that fill the buffer.
 
         Raises:
             TransferFailed: the group was already broken, the kernels did not end in time, or the broadcast cannot
@@ -312,11 +312,11 @@ class TorchBroadcastGroup:
             raise TransferFailed(f"group {self._name}: {_first_line(error)}") from error
 
     def finish(self, slot: int, deadline_s: float) -> None:
-        """Finish the broadcast of buffer `slot`, so that later work may read the buffer.
+        """Finish the broadcast of buffer `slot`. Work that the caller queues later may read the buffer.
 
-        Rank 0 may then also overwrite it. With `gpu` and NCCL, this call returns at once and ignores `deadline_s`.
-        Later work in the stream of `gpu` waits for the broadcast, and `drain` reports a late broadcast. Otherwise this
-        call waits. If no broadcast of this buffer was started, do nothing.
+        On rank 0, later work may also overwrite the buffer. With `gpu` and NCCL, this call returns at once and ignores
+        `deadline_s`: later work in the stream of `gpu` waits for the broadcast, and `drain` reports a late broadcast.
+        Otherwise this call waits until the broadcast has ended. If no broadcast of this buffer was started, do nothing.
 
         Raises:
             TransferFailed: a member has ended, or this call waited longer than `deadline_s`. The group is then broken.
@@ -339,9 +339,9 @@ class TorchBroadcastGroup:
             raise TransferFailed(f"group {self._name}: {_first_line(error)}") from error
 
     def drain(self, deadline_s: float) -> None:
-        """Wait until all started broadcasts, and the kernels that were queued between them, have ended on the GPU.
+        """Wait until the GPU has ended all started broadcasts and all kernels that were queued between them.
 
-        Without `gpu`, do nothing, because `finish` has waited.
+        Without `gpu`, do nothing, because `finish` has already waited for each broadcast.
 
         Raises:
             TransferFailed: a broadcast or a kernel failed, or did not end within `deadline_s`; the group is broken.

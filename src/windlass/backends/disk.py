@@ -124,7 +124,7 @@ class DiskSender:
         destinations: Sequence[str],
         deadline_s: float,  # noqa: ARG002
     ) -> Written:
-        """Write one file with this rank's parameters, which all engines read; see `SenderBackend.write`.
+        """Write this rank's parameters to one file. All engines read this file; see `SenderBackend.write`.
 
         If the file cannot be written, all links fail.
         """
@@ -201,7 +201,7 @@ class DiskReceiver:
 
     @staticmethod
     def _explain(path: Path, expected: str) -> None:
-        """Log whether a refused file is damaged, or is as the trainer rank wrote it. `expected` is the file's digest."""
+        """Log whether a refused file has changed since the trainer rank wrote it. `expected`: digest in its index."""
         try:
             found = file_digest(path)
         except OSError as error:

@@ -76,10 +76,10 @@ def write_shards(
     addresses: tuple[int, ...],
     memory: MemoryOps,
 ) -> DiskIndex:
-    """Write the shards of one rank and version to a file, and then the index that names the file; return the index.
+    """Write a rank's shards to a new file, then write the index that names this file. Return the index.
 
-    Readers begin at the index, so they see only complete files that are on disk. Older files of this rank and version
-    are deleted.
+    Readers open the index first, so they read only complete files that are on disk. Older files of this rank and
+    version are deleted.
 
     Args:
         folder: shared folder.
@@ -90,7 +90,7 @@ def write_shards(
         memory: memory of the parameters.
 
     Raises:
-        TransferFailed: the file system reported an error; readers do not see the new file.
+        TransferFailed: the file system reported an error.
     """
     home = version_folder(folder, version)
     stem = quote(manifest.worker, safe="")
@@ -123,8 +123,8 @@ def read_index(folder: Path, version: int, worker: str) -> DiskIndex:
     """Return the index that a rank wrote for a version.
 
     Raises:
-        TransferFailed: the index or its file does not exist, the index is torn or of another version or rank, or the
-            file has another size than the index says.
+        TransferFailed: the index or its file does not exist, the index is incomplete, the index belongs to another
+            version or rank, or the file's size differs from the size in the index.
     """
     home = version_folder(folder, version)
     path = home / f"{quote(worker, safe='')}.json"
@@ -283,7 +283,7 @@ def read_boxes(
         memory: memory at these addresses.
 
     Returns:
-        Names of the ranks that wrote unreadable files: a file cannot be opened, or it differs from its index.
+        Field `worker` of each index whose file is unreadable: the file cannot be opened, or differs from its index.
 
     Raises:
         TransferFailed: a cast overflowed, a file's dtype cannot be cast to the parameter's, or work
@@ -312,7 +312,8 @@ def read_boxes(
                         continue
                     position = parameters[shard.parameter]
                     dtype = manifest.parameters[position].dtype
-                    # Outside of the `try`: a fault of this rank's memory is not a fault of the file.
+                    # This call stays outside the `try` below: an error here comes from this rank's
+                    # memory, so the file must not be reported as unreadable.
                     view = memory.view(
                         addresses[position] + _offset_in_parameter(shard, common),
                         common.sizes or (1,),

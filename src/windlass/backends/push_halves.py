@@ -281,7 +281,7 @@ class PushReceiver:
         """Read this rank's boxes from all safetensors files of a checkpoint folder into the shadow copy.
 
         Raises:
-            TransferFailed: the folder has no such file, a file is torn, or a value cannot be cast.
+            TransferFailed: the folder has no safetensors file, a file is incomplete, or a value cannot be cast.
         """
         home = Path(folder)
         indices = [_index_of(path) for path in sorted(home.glob("*.safetensors"))]
@@ -416,7 +416,9 @@ class PushReceiver:
 
 
 def _index_of(path: Path) -> DiskIndex:
-    """Return an index of a checkpoint file. Its entries are whole tensors, and its field `worker` is the file's name.
+    """Return an index of a checkpoint file. Its entries are whole tensors.
+
+    The field `worker` is the file's name, so that `read_boxes` names unreadable files by it.
 
     Raises:
         TransferFailed: the file cannot be read.

@@ -188,8 +188,8 @@ class PushDelivery(Delivery):
     def survives_failure(self, phase: Phase) -> bool:
         """Return whether the round continues for the other engines after a failure of one engine in `phase`.
 
-        Return False for PREPARE and VERIFY: all engines must take part in the same broadcasts. In WRITE, the leader's
-        call reports the failure and marks the update as failed.
+        Before APPLY, a failure of one engine ends the update for all engines. In PREPARE and VERIFY, the round itself
+        ends, so return False. In WRITE, return True: the leader's call gets the failure and marks the update as failed.
         """
         return phase not in {Phase.PREPARE, Phase.VERIFY}
 
@@ -261,9 +261,9 @@ class _Push:
         return ""
 
     def leave(self, leader: str) -> bool:
-        """Record that a leader has sent all its tensors. Return whether all leaders of the round have done so.
+        """Record that a leader has sent all its tensors. Return whether all leaders of the round have sent theirs.
 
-        If the leaders declared an order, all declared leaders must do so, including leaders that have not joined yet.
+        If the leaders declared stages, count the leader of every stage, including leaders that have not joined yet.
         """
         self._leaders.discard(leader)
         if self._order is None:
@@ -463,7 +463,7 @@ class PushUpdates:
         if version < 0:
             push.fail(f"{leader} has no version to publish")
         if push.leave(leader) and not push.is_ending:
-            # A separate task, because the round must end even if the caller stops waiting.
+            # End the round in a separate task, because it must end even if the caller stops waiting.
             push.is_ending = True
             self._coordinator.tasks.spawn(self._end(push, version, deadline_s))
         report = await asyncio.shield(push.round.report)
@@ -471,9 +471,9 @@ class PushUpdates:
             raise RoundAborted(f"version {version} was not published: {report.reason}")
 
     async def _end(self, push: _Push, version: int, deadline_s: float) -> None:
-        """Wait for earlier commands.
+        """Let the round verify and publish the version after all earlier commands have ended.
 
-        Then let the round verify and publish the version. If the update failed, give the round up instead.
+        If the update failed or the run refuses the version, give the round up instead.
         """
         async with self._lock:
             if reason := push.failure or self._coordinator.run.refusal(version):

@@ -49,8 +49,8 @@ def find_relay_groups(
 ) -> tuple[RelayGroup, ...]:
     """Return the relay groups: disjoint groups of at least two engine ranks, all from different engines.
 
-    The ranks of a group have the same boxes at the same places of their parameters, and can all send. An engine with a
-    transport that writes by GPU kernels (`strided_stores`) joins no group. If the trainers have such a transport, or
+    All ranks of a group can send, and they store the same boxes at the same places of their parameters. An engine with
+    a transport that writes by GPU kernels (`strided_stores`) joins no group. If the trainers have such a transport, or
     `backend.relay` is off, there are no groups.
     """
     if backend.relay is RelayShape.OFF or _stores_by_kernels(trainers):
@@ -191,11 +191,11 @@ class RelayDelivery(Delivery):
         ]
 
     def answered(self, worker: str, command: Command, result: Result) -> Findings | None:
-        """Record from a member's answer `Relayed` that the member's `Relay` has ended, and which links are incomplete.
+        """Record that a member has answered `Relay` with `Relayed`, and record the incomplete links from the answer.
 
-        Return the measures, the links that the member has written to other members, the ranks that late bytes may still
-        reach, and the commands that tell other members not to wait for this member any more. Return None for any other
-        answer.
+        Return the measures, the links over which the member has written to other members, the ranks that may still get
+        late bytes, and the commands that tell other members not to wait for this member any more. Return None for any
+        other answer.
         """
         if not isinstance(command, Relay) or not isinstance(result, Relayed):
             return None
@@ -255,8 +255,8 @@ class RelayDelivery(Delivery):
     def pop_incomplete(self) -> tuple[bool, frozenset[Link]]:
         """Return the links that the relay left incomplete, and clear the record of them; see `Delivery.pop_incomplete`.
 
-        The first of the two values is True in the first call after the relay: the next write of the links does not count
-        towards `ControlConfig.max_rewrites`. It is False in later calls.
+        The first value is True in the first call after the relay, so the first direct write of these links does not
+        count towards `ControlConfig.max_rewrites`. It is False in later calls.
         """
         is_unseen, missed = self._is_unseen, frozenset(self._missed)
         self._is_unseen, self._missed = False, set()

@@ -503,7 +503,7 @@ class Load:
 def cut_buckets(
     manifest: ShardManifest, programs: Iterable[LinkProgram], capacity_nbytes: int
 ) -> tuple[tuple[BucketPart, ...], tuple[int, ...]]:
-    """Distribute over buckets the parameter bytes that a trainer rank sends.
+    """Cut the parameter bytes that a trainer rank sends into buckets.
 
     Args:
         manifest: layout of the rank's parameters.
@@ -555,7 +555,7 @@ def loads_of(program: LinkProgram, offer: GroupOffer) -> tuple[tuple[Load, ...],
         offer: group of the source, with the content of its buckets.
 
     Raises:
-        PlanError: the buckets do not contain every byte that the link's ops read, or contain it in another dtype.
+        PlanError: the buckets lack a byte that the link's ops read, or a part's dtype differs from the op's.
         UnsupportedLayout: a bucket ends inside an element that the link needs.
     """
     by_parameter: dict[int, list[BucketPart]] = {}

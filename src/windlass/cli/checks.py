@@ -202,10 +202,10 @@ def _automatic(offers: Sequence[TransportOffer]) -> list[Finding]:
 
 
 def _of_mooncake(finding: Finding) -> Finding:
-    """Return the finding about Mooncake with the command that installs the right wheel for this machine.
+    """Return the finding about Mooncake. If Mooncake fails, the remedy is to install the right wheel for this host.
 
-    With GPUs, this is the wheel for torch's CUDA release. A wheel without CUDA on a host with GPUs makes the status
-    LIMITED.
+    On a host with GPUs, the right wheel is the wheel for torch's CUDA release. If such a host has the wheel without
+    CUDA, the finding's status is LIMITED.
     """
     extra = "mooncake"
     if count_gpus():
@@ -353,7 +353,7 @@ def _logprobs(engine: EngineReleases) -> Finding:
     if engine.name == "SGLang" and environment_value(ORIGINAL):
         found = f"{ORIGINAL} is set: SGLang computes them before temperature, top_k and top_p apply"
         return Finding(name, FAILS, found, f"unset {ORIGINAL}")
-    found = "by default of the sampled distribution, after temperature, top_k and top_p"
+    found = "by default from the distribution that tokens are sampled from, after temperature, top_k and top_p"
     return Finding(name, WORKS, found)
 
 

@@ -54,7 +54,9 @@ class LinkCopies:
         bound: Mapping[str, Bound],  # noqa: ARG002
         narrow: Narrow,  # noqa: ARG002
     ) -> dict[str, Command]:
-        """Return the commands that bind the links between engines, after sources and engines have bound the plan.
+        """Return the commands that bind the links between engines: rank -> command. By default there are none.
+
+        The ranks get the commands after all sources and engines have bound the plan.
 
         Args:
             links: links of the plan.
@@ -254,7 +256,7 @@ class Listens(Protocol):
 
 
 def carry_out(half: object, command: Command, round_id: RoundId) -> Result | None:
-    """Carry out a command by one half of a backend: the sender of a trainer rank, or the receiver of an engine rank.
+    """Make one half of a backend carry out a command: the sender of a trainer rank, or the receiver of an engine rank.
 
     Raises:
         ProtocolError: the backend has no such command.

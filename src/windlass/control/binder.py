@@ -189,7 +189,7 @@ class FleetBinder:
     def _compile(
         self,
     ) -> tuple[Binding, dict[str, ConnectEngine], Mapping[str, ConnectTrainer | ChangeLinks]]:
-        """Compile the plan and the commands. Runs in a thread, because planning a large model takes seconds.
+        """Compile the plan and the commands. Planning a large model takes seconds, so `bind` calls this in a thread.
 
         Returns:
             The new binding, the command to each engine rank, and the command to each source, still without addresses.
@@ -389,7 +389,8 @@ class FleetBinder:
         """Send engine ranks their commands; return their answers, with the addresses of their memory and listeners.
 
         Raises:
-            EnginesUnbound: an engine rank did not bind its part in time, or has bound addresses that must not be used.
+            EnginesUnbound: an engine rank did not bind its part in time, or answered with addresses that the sources
+                must not use.
         """
         bound: dict[str, Bound] = {}
         failed: dict[str, Result | WindlassError] = {}
@@ -507,9 +508,7 @@ class FleetBinder:
             raise EnginesUnbound(wrong, kept=kept)
 
     def _unbound(self, failed: Mapping[str, Result | WindlassError], what: str) -> EnginesUnbound:
-        """Return the error for engine ranks whose call failed.
-
-        `what` is the part of the reasons that says what a rank did not do.
+        """Return the error for engine ranks whose call failed. `what`: text for the failure, such as "did not join".
 
         The error sorts the ranks into late ranks, ranks that have lost their connection, and engines to refuse.
         """

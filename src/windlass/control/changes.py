@@ -95,7 +95,7 @@ class Tasks:
         task = asyncio.create_task(work)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
-        # The controller closes its connections after `close`. A lost connection may then spawn a task.
+        # The controller closes its connections after it has called `close`. A lost connection may then spawn a task.
         if self._is_closed:
             task.cancel()
         return task

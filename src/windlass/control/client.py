@@ -174,7 +174,7 @@ class TrainerChannel(AgentChannel):
         """Announce `version`, and return the report of its round.
 
         The trainer must keep its weights unchanged until this method returns. After any exception, the announcement is
-        withdrawn, and the controller begins no round for it.
+        withdrawn: if its round has not begun, the controller no longer begins it.
 
         Raises:
             PeerTimeout: no report arrived within `deadline_s`. If the round has begun already, it continues. The
@@ -209,7 +209,7 @@ class TrainerChannel(AgentChannel):
     def begin_announcement(self, version: int, *, sends: bool = True) -> Announcement:
         """Announce a version without waiting. Return the announcement, with a future that gets the report of its round.
 
-        If `sends` is False, the controller begins the round itself: this agent sends nothing and waits for the report.
+        If `sends` is False, send nothing: the controller begins the round itself. The future still gets the report.
 
         Raises:
             ProtocolError: the controller refused this agent.
@@ -245,7 +245,7 @@ class TrainerChannel(AgentChannel):
     def withdraw(self, announced: Announcement) -> bool:
         """Withdraw an announcement, so that the controller begins no round for it. Return False if the session has ended.
 
-        Without a connection, this sends nothing: the controller drops announcements of lost connections by itself.
+        Without a connection, send nothing: the controller drops an agent's announcement when the connection ends.
         """
         with self._lock:
             if self.announced is announced:
@@ -283,7 +283,10 @@ class TrainerChannel(AgentChannel):
                     announced.report.set_result(frame)
 
     async def on_connected(self) -> None:
-        """Send the announcement again, because the controller drops announcements of lost connections."""
+        """Send the announcement if it has no report yet.
+
+        The controller drops an announcement when its connection ends, so the announcement is sent on each connection.
+        """
         announced = self.announced
         if announced is not None and announced.frame.attempt and not announced.report.done():
             await self.send(announced.frame)

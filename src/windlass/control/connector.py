@@ -127,7 +127,7 @@ class Connector:
         (`exclude_unbound`). Then bind the other engines.
 
         Raises:
-            PeerUnreachable: no complete trainer job is connected, or no engine is writable (any more).
+            PeerUnreachable: no complete trainer job is connected, or no engine is writable.
             WindlassError: see `FleetBinder.bind`.
         """
         trainers, engines = self._fleet.trainers(), self._fleet.writable_engines()
@@ -181,15 +181,15 @@ class Connector:
     ) -> Binding:
         """Make sources and engines bind a plan, in a new epoch, and return the binding.
 
-        The attribute `binding` does not change. Clear `Members.unbindable`. While the ranks bind, `binds` contains the
-        names of the engines. Before and after, wake the coroutines that wait for changes. Log the tensors that engines
-        keep, and the trainer tensors that no engine has.
+        Clear `Members.unbindable`. While the ranks bind, `binds` contains the names of the engines. After each change
+        of `binds`, wake the coroutines that wait for changes. Log the tensors that engines keep, and the trainer
+        tensors that no engine has. Leave the attribute `binding` unchanged.
 
         Args:
             sources: trainers; in a catch-up, the donor.
             engines: engines to bind.
             planner: compiles the plan.
-            held: present binding. If the backend supports this, engines that have not changed stay bound.
+            held: present binding. Engines that have not changed stay bound, if the backend supports this.
 
         Raises:
             WindlassError: see `FleetBinder.bind`.

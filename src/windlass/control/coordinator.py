@@ -179,7 +179,7 @@ class Coordinator:
             self.tasks.spawn(self.members.report_to(session.agent.identity, report))
 
     def publish(self, version: int, *, deadline_s: float) -> CalledUpdate:
-        """Start to publish a version without announcements of the trainer ranks, and return at once.
+        """Start to publish a version that no trainer rank announces, and return at once.
 
         `TrainController`, which runs in this process, calls this method. Before the call, all trainer ranks must have
         prepared the version (`TrainerClient.prepare_publish`). They must keep their weights unchanged until the update has
@@ -279,7 +279,9 @@ class Coordinator:
     async def _attempt(
         self, announced: tuple[PendingPublish, ...], version: int, copied: asyncio.Event | None
     ) -> UpdateReport:
-        """Run one round that publishes a version, after binding the fleet if ranks have changed. For arguments see `_publish`.
+        """Bind the fleet if its ranks have changed, then run one round that publishes a version.
+
+        For arguments see `_publish`.
 
         Raises:
             RoundAborted: trainer ranks came or went since the announcements, or the journal cannot be written.
@@ -323,7 +325,7 @@ class Coordinator:
             self.rounds.driver.on_reply(session, reply)
 
     def _lost(self, agent: Agent, reason: str, *, ended: bool) -> None:
-        """Drop the publish request and the repeated commands of an agent that has lost its connection.
+        """Drop the publish request of an agent that has lost its connection, and stop repeating commands to it.
 
         Also reset the attempts to bring its engine up, and queue an `AgentLost` event for the running round.
 

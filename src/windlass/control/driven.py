@@ -59,7 +59,7 @@ class DrivenRound:
         """Wait until all engines of the round have paused and wait for bytes.
 
         Raises:
-            RoundAborted: the round has ended before, for example because no engine is left.
+            RoundAborted: the round ended before all engines paused, for example because no engine is left.
         """
         paused = asyncio.create_task(self._in_write.wait())
         try:

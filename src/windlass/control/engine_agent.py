@@ -180,11 +180,10 @@ class EngineAgent:
 
     @property
     def mixed_weights(self) -> bool:
-        """Whether live weights may be of two versions.
+        """True if live weights may contain bytes of two versions, and while the weights are lost (`Sleeper.is_empty`).
 
-        This is also true during a round, as soon as one-sided writes or `apply` may have changed live weights: if the
-        controller disappears at this time, the agent cannot know how many bytes have changed. It is also true while the
-        weights are lost (`Sleeper.is_empty`).
+        During a round, this is True as soon as one-sided writes or `apply` may have changed live weights: if the
+        controller disappears at this time, the agent cannot know how many bytes have changed.
         """
         return self._mixed_weights or self._open_to_writes or self._is_empty
 
@@ -202,8 +201,8 @@ class EngineAgent:
             raise ProtocolError(f"an engine cannot carry out {type(command).__name__}")
         with self._lock:
             round_id = RoundId(epoch, round_number)
-            # The controller never reported how the previous round ended, so the weights may be of two versions. The
-            # result of this round does not change that.
+            # If the controller never reported how the previous round ended, the weights may contain bytes of two
+            # versions. This round does not change that.
             self._mixed_weights |= self._open_to_writes and round_id > self._round_id
             self._round_id = round_id
             result = self._carry_out(command)

@@ -948,7 +948,7 @@ class RelayRound:
             self._children[name].end_stripe(stripe)
 
     def on_disconnect(self, upstream: str) -> None:
-        """Record that the connection of an upstream ended without `End`. The upstream writes nothing more."""
+        """Record that the connection of an upstream ended without `End`: its process begins no further writes."""
         if upstream in self._left:
             self._disconnected.add(upstream)
         self.on_end(upstream, unknown=False)
@@ -1019,7 +1019,9 @@ class RelayNode:
         bindings: Sequence[DestinationBinding],
         addresses: Sequence[RelayAddress],
     ) -> None:
-        """Bind the rank to a relay group, and free the tables of its previous group. First call `Receiver.connect`.
+        """Bind the rank to a relay group, and free the tables of its previous group.
+
+        The caller must call `Receiver.connect` first.
 
         Args:
             group: the group. All its members have bound the same plan part.

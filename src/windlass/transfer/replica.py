@@ -179,7 +179,7 @@ class Replica:
         self._taken = self._whole = False
 
     def end(self) -> None:
-        """End the version that `begin` began, because the weights may change after this call.
+        """End the version that `begin` began. The weights may change after this call.
 
         Until the next `begin`, `is_taken` raises RoundAborted.
         """
@@ -305,7 +305,7 @@ class Replica:
     def settle(self, *, renew: bool = True) -> None:
         """Abandon the memory of the copy if a write of unknown outcome may still read it.
 
-        With `renew`, allocate new memory.
+        With `renew`, allocate new memory in its place.
 
         Raises:
             RegionError, TransferFailed: see `fit`.

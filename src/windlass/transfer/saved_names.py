@@ -153,13 +153,13 @@ def _reverted(model: torch.nn.Module, held: Sequence[HeldPart]) -> dict[str, lis
 
 
 def unstack(rules: Sequence[StackedRule], part: HeldPart) -> list[PlacedShard]:
-    """Return, for each checkpoint tensor that a part of a parameter contains, the box that is in this part.
+    """Return the boxes of checkpoint tensors that a part of a parameter contains.
 
     The first rule that matches the parameter's name says how the parameter is stacked from checkpoint tensors. Without
     a matching rule, the parameter is a checkpoint tensor of the same name. Offsets and strides are in elements.
 
     Raises:
-        ManifestError: a rule matches, and the parameter does not have three dims or its rows cannot be divided evenly.
+        ManifestError: a rule matches a parameter that does not have three dims, or whose rows cannot be divided evenly.
     """
     for rule in rules:
         layer = rule.match(part.name)
@@ -208,8 +208,8 @@ def _unwrapped(module: torch.nn.Module) -> torch.nn.Module:
 def _bare(module: torch.nn.Module, made: dict[int, torch.nn.Module]) -> torch.nn.Module:
     """Return a copy of the module tree with the same tensors, without wrappers.
 
-    The copies have the classes from before `fully_shard`, because transformers finds conversions by class name, and
-    FSDP2 replaces the class of a module. `made`: `id` of a module -> its copy.
+    FSDP2 replaces the class of a module, and transformers finds conversions by class name. The copies therefore have
+    the classes from before `fully_shard`. `made`: `id` of a module -> its copy.
     """
     module = _unwrapped(module)
     if id(module) not in made:
@@ -308,7 +308,7 @@ def _sliced(
     end: int | None = None,
     step: int = 1,
 ) -> _Watched:
-    """Return every `step`-th index from `start` to `end` of dim `dim`, with the parts of the pieces that remain."""
+    """Return the tensor of every `step`-th index from `start` to `end` of dim `dim`, with its pieces cut to match."""
     dim %= tensor.dim()
     taken = range(tensor.shape[dim])[slice(start, end, step)]
 

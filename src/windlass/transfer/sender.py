@@ -301,9 +301,9 @@ class Sender:
         return failed_link(name, reason, status)
 
     def close(self) -> None:
-        """Wait for a running `write`, then unregister and free all memory. Idempotent.
+        """Wait for a running `write`, then unregister and free the memory. Idempotent.
 
-        Memory that late writes or kernels may still read is abandoned.
+        If late writes or kernels may still read some memory, abandon this memory instead: it stays allocated.
         """
         with self._lock:
             self._pool.shutdown(wait=True)

@@ -141,13 +141,13 @@ class SenderBinding:
             The planned links to the first members.
 
         Raises:
-            ProtocolError: GPU kernels write this rank's links, but links to a relay group need a transport that writes.
+            ProtocolError: GPU kernels write this rank's links, but only a transport can write links to a relay group.
             PlanError: a member has no binding.
             RegionError: bytes would be written outside the regions of a member.
         """
         if self.stores is not None:
             raise ProtocolError(
-                "bind_copies: GPU kernels store the links of this rank, and a relay needs writes"
+                "bind_copies: GPU kernels write the links of this rank, but a relay needs writes by a transport"
             )
         self.links, planned = self.links.with_copies(copies, bindings)
         return planned
@@ -181,7 +181,7 @@ class SenderBinding:
         return True
 
     def close(self) -> None:
-        """Unregister and free all memory. Idempotent. Memory that late writes or kernels may still read is abandoned."""
+        """Unregister and free the memory. Idempotent. Abandon memory that late writes or kernels may still read."""
         if self.stores is not None:
             self.stores.close()
         self.settle_doubt(renew=False)

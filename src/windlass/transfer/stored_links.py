@@ -143,7 +143,7 @@ class StoredLinks:
             version: number of the version. The replica must contain it, and notifications name it.
             destinations: destinations of the links.
             deadline: deadline of all stores.
-            replica: the replica of `prepare`; None without one.
+            replica: the replica that `prepare` got; None if this rank has no replica.
 
         Raises:
             RoundAborted: the link to a destination is not prepared.

@@ -194,7 +194,7 @@ def _refuse_base(layer: _PeftLayer, base: str, published: Collection[str]) -> No
         if layer.kind == "original_module":
             raise PlanError(
                 f"parameter {base!r}: must be left out by `name_map`, because the model uses the trained copy "
-                f"{next(iter(own))!r} instead; map the copy to the name of the checkpoint"
+                f"{next(iter(own))!r} instead; map the copy to the name that this parameter has in the checkpoint"
             )
         raise PlanError(
             f"parameter {base!r}: must contain its active adapters, got adapter {adapter!r}, which is neither merged nor "
@@ -235,7 +235,7 @@ def _refuse_others(layer: _PeftLayer, published: Collection[str]) -> None:
         if adapter not in served and not layer.adds_nothing(adapter):
             raise PlanError(
                 f"parameter {next(iter(layer.own(adapter)))!r}: must be published, because its adapter {adapter!r} is "
-                "active or merged, and engines get another adapter only; deactivate or unmerge it (`set_adapter`, "
+                "active or merged, but engines get only another adapter; deactivate or unmerge it (`set_adapter`, "
                 "`unmerge_adapter()`), or publish the merged base"
             )
     for adapter in served:
@@ -290,7 +290,7 @@ def refuse_originals(
         published: name in the module -> name in the checkpoint, and tensor.
 
     Raises:
-        UnsupportedLayout: a parameter has the name of the computed tensor.
+        UnsupportedLayout: a parameter would be published under the name of a tensor that is computed from it.
     """
     originals = dict(_originals(module))
     owners = {
@@ -361,8 +361,8 @@ def _apart(one: torch.Tensor, other: torch.Tensor) -> bool:
 def refuse_rewritten(module: torch.nn.Module, tensors: Mapping[str, torch.Tensor]) -> None:
     """Raise if `module.state_dict()` returns other values than the published tensors have.
 
-    Only code outside of torch can change the values: a hook of `state_dict`, or a class that overrides it. If the module
-    has neither, do not call `state_dict`.
+    Only code outside of torch can change the values: a hook of `state_dict`, or a class that overrides it. Do not call
+    `state_dict` if the module has neither, or if it contains FSDP1.
 
     Args:
         module: the trainer's module.

@@ -195,7 +195,7 @@ class ProgressDigests:
             self._links = dict(links)
 
     def add(self, part: PartWritten) -> None:
-        """Queue the hashing of a part on the GPU. Ignore a part that does not directly follow the last hashed part."""
+        """Queue the hashing of a part on the GPU. Ignore a part that does not follow the hashed parts of its table."""
         with self._lock:
             link = self._links.get(part.source)
             if link is None or not 0 <= part.table < len(link.tables):
@@ -207,7 +207,10 @@ class ProgressDigests:
                 self._progress.pop(part.source, None)
 
     def _hash(self, link: DeviceLink, part: PartWritten) -> None:
-        """Queue the hashing of a part if it directly follows the last hashed part, or begins a new write."""
+        """Queue the hashing of a part if it directly follows the hashed parts of its table.
+
+        The first part of a new write clears the digest of the earlier write.
+        """
         gpu, words = self._gpu, self._words[part.source]
         progress = self._progress.get(part.source)
         if progress is None or (progress.version, progress.write) != (part.version, part.write):

@@ -120,7 +120,7 @@ class OneSidedTransport(Protocol):
     def register(self, address: int, nbytes: int) -> MemoryRegion:
         """Make local memory writable by peers and usable as a source of writes.
 
-        Memory: the caller keeps the range allocated until `unregister` calls `released`.
+        The caller keeps the range allocated until `unregister` calls `released`.
 
         Raises:
             RegionError: `nbytes` < 1, or the range overlaps a registered region.

@@ -304,7 +304,7 @@ def _check_incarnation(
 
 
 def _state_of(connection: socket.socket) -> _State:
-    """Return the state of a connection over which the listener sends nothing more. Does not block."""
+    """Return the state of a connection over which the other end sends nothing more. Does not block."""
     try:
         ended = connection.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT) == b""
     except BlockingIOError:

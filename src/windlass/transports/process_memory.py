@@ -134,7 +134,7 @@ def error_of(error: OSError, peer: PeerEndpoint, verb: str) -> WindlassError:
                 f"profile that allows process_vm_{verb.partition(' ')[0]}v; or use transport 'shm'"
             )
         case errno.EFAULT:
-            # Not a RegionError, which promises that nothing was sent: earlier pieces may have been copied.
+            # Do not return a RegionError: it promises that nothing was sent, but earlier pieces may have been copied.
             return TransferFailed(
                 f"{name}: an address of the batch is not mapped here or in pid {peer.address}"
             )

@@ -171,7 +171,7 @@ class PullTransport(RegionTransport):
             )
 
     def close(self) -> None:
-        """Wait at most `CLOSE_S` for reads of peers, forget all regions, and free what no peer reads any more."""
+        """Wait at most `CLOSE_S` for reads of peers, forget all regions, and free memory that no peer still reads."""
         self._own.close()
         with contextlib.suppress(TransferFailed):
             self.fence(deadline_s=CLOSE_S)
@@ -214,7 +214,8 @@ class PullTransport(RegionTransport):
 
         Raises:
             PeerUnreachable: the reader's process has ended.
-            TransferFailed: the reader closed the connection, or its answer cannot be decoded. It reads no more.
+            TransferFailed: the reader closed the connection, or its answer cannot be decoded. The reader reads no more
+                bytes.
             TransferOutcomeUnknown: the deadline passed.
         """
         data = bytearray()

@@ -106,9 +106,9 @@ def config_type(name: str) -> type[TransportConfig]:
 
 
 def transport_name(text: str) -> str:
-    """Return the name of the transport that a name or a configuration in JSON selects, without loading the transport.
+    """Return the transport's name from `text`, a name or a configuration in JSON, without loading the transport.
 
-    Return an empty string for JSON without a name, which `parse_transport` refuses.
+    If the JSON contains no name, return an empty string. `parse_transport` refuses such JSON.
     """
     if not text.startswith("{"):
         return text

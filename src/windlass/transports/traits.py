@@ -90,7 +90,7 @@ class MemoryAllocator(Protocol):
     def allocate(self, nbytes: int) -> int:
         """Allocate zeroed memory that peers can write, and return its address.
 
-        Memory: owned by the transport, and valid until `release` or `close`.
+        The transport owns the memory. It is valid until `release` or `close`.
 
         Raises:
             RegionError: `nbytes` < 1.

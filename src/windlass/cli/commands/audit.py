@@ -79,7 +79,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _tokenizer_of(audited: AuditedVersion) -> TextCodec | None:
-    """Return the tokenizer of the job; None if the job had none, or if it cannot be loaded, with the reason on stderr."""
+    """Return the job's tokenizer; None if the job had none. If loading it fails, print the error and return None."""
     if not audited.tokenizer:
         return None
     try:
@@ -124,7 +124,10 @@ def _line(number: int, sample: TrainingSample, seed: int | None) -> str:
 
 
 def _tokens(sample: TrainingSample, tokenizer: TextCodec | None) -> str:
-    """Return the prompt, and one line per output token, with their text if there is a tokenizer. Special tokens have no text."""
+    """Return the prompt, and one line per output token.
+
+    With a tokenizer, also return the text of the prompt, of the output, and of each token. Special tokens have no text.
+    """
     rows = zip(sample.output_ids, sample.logprobs, sample.versions, sample.loss_mask, strict=True)
     lines = [
         f"{token:>7}  {logprob:.6g}  {version if version >= 0 else '-'}  {'yes' if used else 'no'}"

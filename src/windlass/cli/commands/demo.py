@@ -137,7 +137,7 @@ def run(args: argparse.Namespace) -> int:
     if args.json is not None and not args.json.absolute().parent.is_dir():
         raise ConfigError(f"demo: --json must be a file in a folder that exists, got {args.json}")
     # Without --checkpoint, refuse wrong options before the slow imports below. With --checkpoint,
-    # the check of the options needs the tokenizer, and so these imports.
+    # the options are checked after the imports, because the check loads the tokenizer.
     config = demo_config(args) if args.checkpoint is None else None
     console = plain_console()
     loads = Progress(is_shown=not args.plain and can_draw(console))
@@ -214,7 +214,7 @@ def demo_config(args: argparse.Namespace) -> LaunchConfig:
             # SGLang sets this for its own ranks, and all ranks of an NCCL group must use the same value.
             trainer = replace(trainer, environment={"NCCL_CUMEM_ENABLE": "0"})
     elif is_server:
-        # Fewer groups than `job.toml` has: a server on two cores then needs only seconds per step.
+        # Use fewer groups than `job.toml`, so that a server on two cores needs only seconds per step.
         rollout = replace(rollout, groups_per_step=16)
     backends = {
         "p2p": P2pBackend(),
@@ -303,13 +303,13 @@ def _positions(file: Path) -> int:
     """Return the number of tokens in a model's context, from its config.json; `sys.maxsize` if the file lacks it.
 
     Raises:
-        ConfigError: the file is not JSON, or the number is no integer.
+        ConfigError: the file is not JSON, or the number is not an integer.
     """
     try:
         limit = msgspec.json.decode(file.read_bytes(), type=_Limit).max_position_embeddings
     except DECODE_ERRORS as error:
         raise ConfigError(
-            f"demo: --checkpoint must have a config.json with an integer max_position_embeddings, or without it, got "
+            f"demo: --checkpoint must have a config.json whose max_position_embeddings is an integer or missing, got "
             f"{file}: {error}"
         ) from error
     return sys.maxsize if limit is None else limit
@@ -385,8 +385,8 @@ def _check_colocate(args: argparse.Namespace, transport: str) -> None:
         )
     if args.kill_engine_at:
         raise ConfigError(
-            "demo: --kill-engine-at must be 0 with --colocate, because an engine that comes back finds no engine that "
-            f"is awake to copy from, got {args.kill_engine_at}"
+            "demo: --kill-engine-at must be 0 with --colocate, because a restarted engine copies weights from an awake "
+            f"engine, and all engines sleep, got {args.kill_engine_at}"
         )
 
 

@@ -36,7 +36,7 @@ def run(args: argparse.Namespace) -> int:
     configure_logging("controller")
     console = plain_console(stderr=True)
     # The view shows a slow operation while it runs. If no view can be drawn, `Progress` logs it
-    # instead. With `--check`, `Progress` logs nothing, so that the output has only mistakes.
+    # instead. With `--check`, `Progress` logs nothing, so that the output contains only the result.
     progress = (
         Progress(lambda _: None, is_shown=True)
         if args.check

@@ -137,7 +137,8 @@ class _Engine:
     def acquire_page(self) -> UInt8Array:
         """Return a registered page. The caller reads the token of one peer into the page.
 
-        Each peer has its own page, because bytes of a failed read may arrive late.
+        Bytes of a failed read may arrive late, so a page that a closed peer gave back is used again only when more than
+        `KEPT_PAGES` pages are unused.
 
         Raises:
             PeerUnreachable: no memory can be registered.
@@ -538,10 +539,10 @@ class MooncakeTransport(NetworkTransport[MooncakePeer]):
         return peer
 
     def _engine_for(self, endpoint: PeerEndpoint) -> _Engine:
-        """Return an engine that has not contacted another process at this address; start one if there is none.
+        """Return an engine that can reach the process of `endpoint`; start a new engine if none can.
 
-        An engine never forgets the data port of an address. A process that restarted on the same port
-        can be reached only through another engine.
+        An engine keeps the data port of the first process that it contacted at an address. Only another engine can
+        reach a process that was restarted at this address.
 
         Raises:
             RegionError: the registered memory cannot be registered with a new engine.

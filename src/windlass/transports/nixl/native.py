@@ -164,7 +164,7 @@ class WireLog:
         return frozenset(found)
 
     def complaints(self) -> str:
-        """Return the last errors and warnings that UCX has logged in this process; empty without any."""
+        """Return the last errors and warnings that UCX has logged in this process; empty if there are none."""
         with contextlib.suppress(OSError):
             text = self._path.read_text(errors="replace")
             return " / ".join(_COMPLAINT.findall(text)[-_NUM_COMPLAINTS:])
@@ -212,7 +212,7 @@ def native_errors() -> tuple[type[Exception], ...]:
 def start_agent(
     name: str, wire: NixlWire, device: str, gpu: int
 ) -> tuple[NativeAgent, WireLog, str]:
-    """Start a NIXL agent with a UCX backend. Return the agent, a reader of UCX's log for it, and a text with NIXL's version.
+    """Start a NIXL agent with a UCX backend. Return the agent, the reader of its UCX log, and a text with the version.
 
     Set defaults of UCX and NIXL in this process's environment permanently, and set other variables only during the start.
 

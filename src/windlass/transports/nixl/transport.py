@@ -258,7 +258,7 @@ class NixlPeer(NetworkPeer):
             self._confirmed = True
 
     def _wait_for_late(self, deadline: Deadline) -> None:
-        """Wait for earlier transfers that exceeded their deadlines to end. Return at the deadline in any case."""
+        """Wait until earlier transfers that missed their deadlines have ended, but not longer than `deadline`."""
         pause_s = FIRST_PAUSE_S
         while deadline.remaining_s > 0:
             with self.held(deadline):
