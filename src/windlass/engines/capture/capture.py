@@ -192,8 +192,8 @@ def capture(
 def _find_mirrors_before_loads(watched: Watched) -> Found:
     """Search the model for mirrors (tensors that are copies of parameters) and other values computed from parameters.
 
-    Call this before the first load if `capture` does not restore parameters: a load then overwrites the parameters with
-    coded values, and a later search could not find the copies by their values.
+    Call this before the first load if `capture` does not restore parameters. A load overwrites the parameters with coded
+    values, so a later search could not find the copies by their values.
     """
     held, copies = watched().values(), watched.copies().values()
     weights = [h for h in held if h.kind is Kind.PARAMETER]
@@ -357,9 +357,8 @@ def _observe_every_tensor(
     loads test values into every layer instead of only one layer per group of identical layers.
 
     Returns:
-        The layout of every tensor; and a `Recompute`, which loads a part of the checkpoint again after an update so that
-        the loader computes the computed tensors again. None instead of the `Recompute` if there is no computed tensor.
-        `Seen.computed` names only the tensors that the `Recompute` computes.
+        The layout of every tensor, and a `Recompute`. After an update, the `Recompute` loads a part of the checkpoint again,
+        and the loader then computes the tensors in `Seen.computed` again. It is None if there is no computed tensor.
 
     Raises:
         UnsupportedLayout: a tensor is computed, and `recompute` is False.

@@ -53,8 +53,8 @@ class Layers:
     def alike(cls, codes: Codes, held: Mapping[str, Holding]) -> Layers | None:
         """Return the layers of a checkpoint, or None if capture could skip less than half of the checkpoint's tensors.
 
-        `held` has the tensors of this rank, by name. A rank of a pipeline stage has only some of the layers, so
-        capture loads, for each group of identical layers, a layer that this rank has (if there is one).
+        `held` has the tensors of this rank, by name. A rank of a pipeline stage has only some of the layers. From each group
+        of identical layers, capture loads one layer that this rank has, if there is one.
         """
         here = {int(found[2]) for name in held if (found := _LAYER.fullmatch(name))}
         members = defaultdict[tuple[str, int], list[int]](list)
