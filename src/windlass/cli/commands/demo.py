@@ -309,7 +309,7 @@ def _positions(file: Path) -> int:
         limit = msgspec.json.decode(file.read_bytes(), type=_Limit).max_position_embeddings
     except DECODE_ERRORS as error:
         raise ConfigError(
-            f"demo: --checkpoint must have a config.json whose max_position_embeddings is an integer or missing, got "
+            f"demo: --checkpoint must have a config.json with an integer max_position_embeddings, or without it, got "
             f"{file}: {error}"
         ) from error
     return sys.maxsize if limit is None else limit
