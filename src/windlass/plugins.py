@@ -76,7 +76,7 @@ class Registry(Generic[T]):
             )
         if len(owners) > 1:
             raise ConfigError(
-                f"{self.noun} {name!r} must be of one distribution, got {' and '.join(owners)}: "
+                f"{self.noun} {name!r} must be defined by one distribution, got {' and '.join(owners)}: "
                 f"uninstall all but one"
             )
         try:

@@ -220,7 +220,7 @@ async def test_an_engine_of_another_model_is_refused_and_the_others_publish() ->
             fake_hello(wrong, group="x"), rank, on_disconnect=channel_ended.set
         )
         assert await asyncio.to_thread(channel_ended.wait, 10)
-        with pytest.raises(ProtocolError, match=r"refused this agent: .*another"):
+        with pytest.raises(ProtocolError, match=r"refused this peer: .*another"):
             await asyncio.to_thread(channel.ended.result, 5.0)
         report = await rig.publish(1)
         assert report.engines == ("a",)
@@ -341,7 +341,7 @@ def hello_of(group: str, **changes: object) -> Hello:
     ("frames", "reason"),
     [
         ([b"\xc1 not msgpack"], "mark c120 after 0 parts"),
-        (["text"], "binary Hello"),
+        (["text"], "first frame: frames must be binary"),
         ([encode(Announce(1, 1))], "first frame must be Hello"),
         ([encode(hello_of("x")), b"\x00"], "agent frame"),
         ([encode(hello_of("x")), "text"], "frames must be binary"),

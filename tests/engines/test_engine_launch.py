@@ -185,7 +185,7 @@ class NeverStarted:
         ([*WORDS, "--dp", "2"], "--data-parallel-size must not be given: no replicas"),
         ([*WORDS, "-pp", "2"], "--pipeline-parallel-size must not be given: no stages"),
         ([*WORDS, "--pp", "0"], "--pp must be 1 or more, got 0"),
-        (WORDS[:-2], "--port must be given, or --attach"),
+        (WORDS[:-2], "--port must be > 0 without --attach, got 0"),
         ([*WORDS[:-2], "--port", "1"], "nothing here must be installed in the environment of"),
         ([*WORDS, "--nnodes", "0"], "--nnodes must be 1 or more, got 0"),
         ([*WORDS, "--nnodes", "2"], "--nnodes must be 1 for nothing here, got 2"),

@@ -273,7 +273,7 @@ def test_sampled_sample_is_compared_where_it_has_the_most_probable_token(engine:
     assert 0 <= found.num_compared <= found.num_generated == 12
     assert found.largest_distance < 1e-5
     with pytest.raises(
-        ConfigError, match=r"temperature must be 1\.0 or the sampling greedy or seeded, got"
+        ConfigError, match=r"temperature must be 1\.0 unless the sampling is greedy or seeded, got"
     ):
         asyncio.run(run(msgspec.structs.replace(SAMPLED, temperature=0.5), made))
 

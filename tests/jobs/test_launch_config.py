@@ -172,7 +172,7 @@ def test_steps_include_the_steps_of_a_resumed_checkpoint(tmp_path: Path) -> None
         (
             'mode = "in_place"',
             "shutdown_s = 2.0",
-            r"shutdown_s is a key of the lines above the first table",
+            r"shutdown_s is a key of the top level of the file",
         ),
         (
             "groups_per_step = 8",

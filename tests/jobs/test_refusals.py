@@ -37,8 +37,14 @@ def earlier_demo(tmp_path: Path) -> Path:
     [
         (("--engine", "vllm"), "WINDLASS_VLLM_VENV must name an environment with vllm"),
         (("--engine", "sglang"), "WINDLASS_SGLANG_VENV must name an environment with sglang"),
-        (("--model", "{here}/no_model.json"), "--model must be the configuration of a causal LM"),
-        (("--model", "{here}/no_json.json"), "--model must be the configuration of a causal LM"),
+        (
+            ("--model", "{here}/no_model.json"),
+            "--model must be a transformers configuration of a causal LM",
+        ),
+        (
+            ("--model", "{here}/no_json.json"),
+            "--model must be a transformers configuration of a causal LM",
+        ),
         (("--model", "{here}/nowhere.json"), "--model must be a file"),
         (("--json", "{here}/nowhere/demo.json"), "--json must be a file in a folder that exists"),
         (("--max-new-tokens", "13"), r"--max-new-tokens must be in \[1, 12\]"),

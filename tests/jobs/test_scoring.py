@@ -196,6 +196,6 @@ async def test_repeated_equal_failures_of_rollouts_end_the_job() -> None:
         for _ in range(8):
             rollouts.submit_workflow_group("raises", None, 2, SAMPLING)
         with pytest.raises(
-            RolloutError, match=r"the last 8 failed without a retry .*KeyError: 'score'"
+            RolloutError, match=r"8 rollouts in a row failed without a retry, .*KeyError: 'score'"
         ):
             await rig.next_batch()

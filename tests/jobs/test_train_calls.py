@@ -159,7 +159,7 @@ async def test_other_ranks_are_ended_when_one_cannot_be_ended() -> None:
 async def test_a_rank_outside_the_world_size_is_refused_and_does_not_retry() -> None:
     async with mounted(IdleScheduler()) as (_, url):
         worker = TrainWorker(msgspec.UNSET, url, "trainer", TOKEN, 1, 2)  # type: ignore[arg-type]  # no call comes
-        with pytest.raises(ProtocolError, match=r"refused this agent: .*rank must be in \[0, 1\)"):
+        with pytest.raises(ProtocolError, match=r"refused this peer: .*rank must be in \[0, 1\)"):
             await asyncio.to_thread(worker.work)
 
 

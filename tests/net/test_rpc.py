@@ -238,7 +238,7 @@ async def test_a_token_follows_no_redirect(monkeypatch: pytest.MonkeyPatch) -> N
 def test_a_message_is_refused_by_its_size_before_it_is_decoded() -> None:
     codec: Codec[list[int]] = Codec(list[int], "numbers", max_nbytes=4)
     assert codec.decode(encode([1, 2])) == [1, 2]
-    with pytest.raises(ProtocolError, match="numbers must be of at most 4 bytes, got 7"):
+    with pytest.raises(ProtocolError, match="numbers must have at most 4 bytes, got 7"):
         codec.decode(encode([1, 2, 3, 4, 5, 6]))
     with pytest.raises(ProtocolError, match="numbers of 1 bytes"):
         codec.decode(b"\xc1")

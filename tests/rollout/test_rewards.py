@@ -232,7 +232,11 @@ def test_reward_processes_end_when_their_parent_is_killed(tmp_path: Path) -> Non
         ("def score(rollout): return 1.0", "reward", r"which has \['score'\], got 'reward'"),
         ("raise OSError('no data')", "reward", r"reward\.py': line 1: OSError: no data"),
         ("import os; os._exit(7)", "reward", r"its start: the reward process ended with exit"),
-        ("import time; time.sleep(60)", "reward", r"its start: no reward within 3 s"),
+        (
+            "import time; time.sleep(60)",
+            "reward",
+            r"its start: the function was not imported within 3 s",
+        ),
     ],
 )
 async def test_pool_with_a_wrong_function_does_not_open(

@@ -133,7 +133,7 @@ def test_a_value_that_is_not_msgpack_is_refused(value: bytes) -> None:
 
 
 def test_a_value_that_is_too_large_is_an_error_of_the_workflow() -> None:
-    with pytest.raises(ConfigError, match=f"value must be of at most {MAX_VALUE_NBYTES} bytes"):
+    with pytest.raises(ConfigError, match=f"value must have at most {MAX_VALUE_NBYTES} bytes"):
         encode_value("value", b"x" * MAX_VALUE_NBYTES)
     with pytest.raises(ConfigError, match=f"value must contain at most {MAX_VALUE_ITEMS} values"):
         encode_value("value", [()] * MAX_VALUE_ITEMS)
@@ -163,7 +163,7 @@ def test_an_outcome_that_the_controller_would_refuse_is_sent_as_an_error() -> No
         sent = decode_outcome(encode_for_controller(large))
         if len(large.error) > 1:
             assert sent.status is OutcomeStatus.ERROR
-            assert "the outcome cannot be sent: it must be of at most" in sent.error
+            assert "the outcome cannot be sent: it must have at most" in sent.error
         else:
             assert sent == large
 

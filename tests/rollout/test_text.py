@@ -408,7 +408,7 @@ def test_folders_without_a_tokenizer_or_template_are_refused(tmp_path: Path) -> 
         ModelText(str(tmp_path))
     plain = TextPrompts(ModelText(str(write_checkpoint(tmp_path / "plain"))))
     assert plain.token_ids(encode_prompt("3 + 4 =")) == plain.encode("3 + 4 =")
-    with pytest.raises(ConfigError, match="must have a chat template for messages, and has none"):
+    with pytest.raises(ConfigError, match="must have a chat template for messages, got none"):
         plain.token_ids(encode_prompt([QUESTION]))
 
 

@@ -142,7 +142,7 @@ class _NumpyGpu:
 
     def refuse_late(self) -> None:
         if self.is_late:
-            raise TransferOutcomeUnknown("GPU 0: kernels may still go on")
+            raise TransferOutcomeUnknown("GPU 0: kernels may still run")
 
 
 def numpy_gpu() -> Gpu:

@@ -385,7 +385,7 @@ def test_memory_under_late_kernels_is_neither_freed_nor_written(pair: Pair) -> N
     assert pair.write(0).status is LinkStatus.UNKNOWN
     pair.begin(1)
     for again in (pair.connect, lambda: pair.sender.prepare(1)):
-        with pytest.raises(TransferOutcomeUnknown, match="may still go on"):
+        with pytest.raises(TransferOutcomeUnknown, match="may still run"):
             again()
     pair.close()
     assert pair.num_held == held > 0

@@ -500,7 +500,7 @@ def test_memory_under_late_kernels_is_not_freed(monkeypatch: pytest.MonkeyPatch)
     held = len(gpu.device.allocated)  # type: ignore[attr-defined]
     assert held > 0
     gpu.is_late = True  # type: ignore[misc]
-    with pytest.raises(TransferOutcomeUnknown, match="may still go on"):
+    with pytest.raises(TransferOutcomeUnknown, match="may still run"):
         sender.prepare()
     sender.close()
     assert len(gpu.device.allocated) == held  # type: ignore[attr-defined]

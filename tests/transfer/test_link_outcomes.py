@@ -161,7 +161,7 @@ def test_an_error_of_one_link_does_not_hide_outcomes_of_other_links(
 
     def lose(_: Callable[[], None]) -> None:
         assert stopped.wait(SECONDS)
-        raise TransferOutcomeUnknown("bytes may still land")
+        raise TransferOutcomeUnknown("bytes may still arrive")
 
     def arrive_late(write: Callable[[], None]) -> None:
         assert stopped.wait(SECONDS)
@@ -209,7 +209,7 @@ def test_an_unknown_outcome_is_reported_without_memory_for_another_arena(
     def refuse(*_: object) -> None:
         raise unforeseen
 
-    fleet.script["engine-a/0"] = raises(TransferOutcomeUnknown("bytes may still land"))
+    fleet.script["engine-a/0"] = raises(TransferOutcomeUnknown("bytes may still arrive"))
     with monkeypatch.context() as patch:
         patch.setattr("windlass.transfer.packer.Arena", refuse)
         assert fleet.write()["engine-a/0"] is LinkStatus.UNKNOWN
@@ -230,7 +230,7 @@ def test_a_link_without_a_thread_does_not_hide_outcomes_of_other_links(
 
     def lose(_: Callable[[], None]) -> None:
         assert refused.wait(SECONDS)
-        raise TransferOutcomeUnknown("bytes may still land")
+        raise TransferOutcomeUnknown("bytes may still arrive")
 
     fleet.script["engine-a/0"] = lose
     monkeypatch.setattr(ThreadPoolExecutor, "submit", refuse)
@@ -245,7 +245,7 @@ def test_a_link_without_a_thread_does_not_hide_outcomes_of_other_links(
 @pytest.mark.parametrize(
     ("wire", "status"),
     [
-        (TransferOutcomeUnknown("bytes may still land"), LinkStatus.UNKNOWN),
+        (TransferOutcomeUnknown("bytes may still arrive"), LinkStatus.UNKNOWN),
         (OSError(5, "input or output"), LinkStatus.UNKNOWN),
         (PeerUnreachable("gone"), LinkStatus.UNREACHABLE),
         (None, LinkStatus.FAILED),
@@ -381,7 +381,7 @@ def test_a_trainer_tells_its_engine_of_an_unexpected_error(
 @pytest.mark.parametrize(
     ("wire", "told"),
     [
-        (TransferOutcomeUnknown("bytes may still land"), TransferOutcomeUnknown),
+        (TransferOutcomeUnknown("bytes may still arrive"), TransferOutcomeUnknown),
         (TransferFailed("over"), MemoryError),
     ],
 )

@@ -253,7 +253,7 @@ def test_memory_under_late_kernels_is_not_freed() -> None:
     found = Pair()
     held = dict(found.gpu.device.allocated)  # type: ignore[attr-defined]
     found.gpu.is_late = True  # type: ignore[misc]
-    with pytest.raises(TransferOutcomeUnknown, match="may still go on"):
+    with pytest.raises(TransferOutcomeUnknown, match="may still run"):
         found.connect()
     found.close()
     assert found.gpu.device.allocated == held  # type: ignore[attr-defined]

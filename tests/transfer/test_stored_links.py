@@ -195,7 +195,7 @@ def test_a_gpu_without_a_waiting_thread_does_not_count_as_idle(
         with pytest.raises(TransferFailed, match="nothing was sent"):
             gpu.settle(SECONDS)
         assert not gpu.is_late
-        with pytest.raises(TransferOutcomeUnknown, match="may still go on"):
+        with pytest.raises(TransferOutcomeUnknown, match="may still run"):
             gpu.wait(cast("Event", SimpleNamespace(wait=lambda: None)), SECONDS)
     assert gpu.is_late
 
@@ -207,7 +207,7 @@ def test_tables_that_late_kernels_may_read_are_neither_freed_nor_replaced(pair: 
     (link,) = pair.sender.write(0, ["engine/0"], SECONDS).links
     assert link.status is LinkStatus.UNKNOWN
     for again in (pair.connect, lambda: pair.sender.prepare(1)):
-        with pytest.raises(TransferOutcomeUnknown, match="may still go on"):
+        with pytest.raises(TransferOutcomeUnknown, match="may still run"):
             again()
     pair.sender.close()
     assert pair.num_held == held > 0

@@ -64,7 +64,7 @@ def test_a_wrong_entry_point_is_refused(monkeypatch: pytest.MonkeyPatch) -> None
         config_type("wrong")
     with pytest.raises(ConfigError, match="must be a TransportConfig"):
         config_type("number")
-    with pytest.raises(ConfigError, match="'cma' must be of one distribution"):
+    with pytest.raises(ConfigError, match="'cma' must be defined by one distribution"):
         config_type("cma")
 
 

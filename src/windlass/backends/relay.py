@@ -207,7 +207,9 @@ class RelayDelivery(Delivery):
             if child in self._children
         }
         if result.unknown_from:
-            unknown[worker] = f"{worker}: bytes of {', '.join(result.unknown_from)} may still land"
+            unknown[worker] = (
+                f"{worker}: bytes of {', '.join(result.unknown_from)} may still arrive"
+            )
         carried: dict[Link, Carried] = {
             (worker, child): sent
             for child, sent in result.passed_on.items()

@@ -228,7 +228,9 @@ def _of_mooncake(finding: Finding) -> Finding:
 def _ptrace() -> Finding:
     name = "ptrace scope"
     if not _PTRACE_SCOPE.exists():
-        return Finding(name, WORKS, "no Yama: a process may write to others of the same user")
+        return Finding(
+            name, WORKS, "no Yama: a process may write to other processes of the same user"
+        )
     scope = _PTRACE_SCOPE.read_text().strip()
     if scope == "0":
         return Finding(name, WORKS, "0")
@@ -285,7 +287,10 @@ def _allocator() -> Finding:
     if not asked:
         return Finding("allocator", WORKS, "expandable segments are not enabled")
     remedy = f"unset expandable_segments in {asked.partition('=')[0]} for engines"
-    found = f"{asked}: engines refuse it, since no other process can open such memory; a trainer may use it with cuda_ipc"
+    found = (
+        f"{asked}: engines refuse this setting, because no other process can open such memory; a trainer may use it "
+        "with cuda_ipc"
+    )
     return Finding("allocator", FAILS, found, remedy)
 
 
@@ -353,7 +358,7 @@ def _logprobs(engine: EngineReleases) -> Finding:
     if engine.name == "SGLang" and environment_value(ORIGINAL):
         found = f"{ORIGINAL} is set: SGLang computes them before temperature, top_k and top_p apply"
         return Finding(name, FAILS, found, f"unset {ORIGINAL}")
-    found = "by default from the distribution that tokens are sampled from, after temperature, top_k and top_p"
+    found = "computed by default from the sampled distribution, after temperature, top_k and top_p"
     return Finding(name, WORKS, found)
 
 

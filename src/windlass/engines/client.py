@@ -205,5 +205,5 @@ def _offers_for(
     )
     if not found:
         names = [offer.transport for offer in transport.offers()]
-        raise ConfigError(f"transport: one of {names} must be able to write every parameter")
+        raise ConfigError(f"transport: one of {names} must be able to write every memory region")
     return found

@@ -120,7 +120,7 @@ def launch(engine: EngineSpec, description: str | None) -> int:
     try:
         if engine.server is None or engine.releases is None:
             raise ConfigError(
-                f"engine {engine.name!r} must have a server and releases, it has none"
+                f"engine {engine.name!r} must have `server` and `releases`, got None for one or both"
             )
         _check_options(engine, args, rest)
         refuse_expandable_segments()
@@ -130,7 +130,7 @@ def launch(engine: EngineSpec, description: str | None) -> int:
         if args.attach:
             return attach_running(args)
         if not args.port:
-            raise ConfigError("--port must be given, or --attach")
+            raise ConfigError(f"--port must be > 0 without --attach, got {args.port}")
         for warning in check_installed(engine.releases):
             sys.stderr.write(f"engine {args.name}: {warning}\n")
         if args.nnodes > 1:

@@ -701,7 +701,7 @@ def _unknown_key(where: str, key: str, known: Sequence[str]) -> str:
     likely = difflib.get_close_matches(key, known, n=len(known))
     keys = [*likely, *(each for each in known if each not in likely)]
     tables = [
-        f"[{table}]" if table else "the lines above the first table"
+        f"[{table}]" if table else "the top level of the file"
         for table, kind in _tables("", inspect.type_info(LaunchConfig))
         if key in kind and table != re.sub(r"\[\d+\]", "", where).rstrip(".")
     ]

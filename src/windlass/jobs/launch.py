@@ -1210,7 +1210,7 @@ def _check_metrics(number: int, result: StepResult) -> None:
     if found:
         raise WindlassError(
             f"step {number}: metrics must be finite, got {', '.join(sorted(found))}; the weights of this step are "
-            f"not published or saved"
+            "neither published nor saved"
         )
 
 

@@ -112,7 +112,7 @@ async def replay(
         found, wanted = (msgspec.structs.asdict(each)[name] for each in (sampling, neutral))
         if not is_exact and found != wanted:
             raise ConfigError(
-                f"replay: sampling: {name} must be {wanted} or the sampling greedy or seeded, got {found}: the log-probabilities "
+                f"replay: sampling: {name} must be {wanted} unless the sampling is greedy or seeded, got {found}: the log-probabilities "
                 "of the sample are those after this setting, which an engine returns only for its own samples"
             )
     if not spans:

@@ -223,7 +223,7 @@ class Scoring:
         num_alike = self._rollouts.failed_alike
         if num_alike >= max(MIN_ALIKE, 2 * self._config.groups_per_step):
             raise RolloutError(
-                f"rollouts: the last {num_alike} failed without a retry (no rollout was accepted between them); "
+                f"{num_alike} rollouts in a row failed without a retry, with no accepted rollout in between; "
                 f"{self._rollouts.describe()}"
             )
         if self._scorer is None or self._num_scores < self._window:

@@ -45,7 +45,7 @@ class Codec(Generic[T_co]):
         """
         if len(data) > self.max_nbytes:
             raise ProtocolError(
-                f"{self._name} must be of at most {self.max_nbytes} bytes, got {len(data)}"
+                f"{self._name} must have at most {self.max_nbytes} bytes, got {len(data)}"
             )
         try:
             return self._decoder.decode(data)

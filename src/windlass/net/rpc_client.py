@@ -379,7 +379,7 @@ class Client(Callee[CommandT, ResultT], Closing, Generic[CommandT, ResultT, Fram
             raise PeerUnreachable(str(error)) from error
         if isinstance(frame, Refused):
             if frame.final:
-                raise ProtocolError(f"the controller refused this agent: {frame.message}")
+                raise ProtocolError(f"the controller refused this peer: {frame.message}")
             raise PeerUnreachable(f"the controller refused this connection: {frame.message}")
         if isinstance(frame, Envelope):
             self.on_call(frame)

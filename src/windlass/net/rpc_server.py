@@ -172,7 +172,7 @@ async def _first_frame(
         async with asyncio.timeout(FIRST_FRAME_S):
             while True:
                 message = await socket.receive(timeout=deadline_s)
-                first = _decode(parts, codec, message, "the first frame must be a binary Hello")
+                first = _decode(parts, codec, message, "the first frame")
                 if first is not None:
                     return first
                 share = MAX_WAITING_NBYTES // len(waiting)
@@ -183,7 +183,7 @@ async def _first_frame(
                     )
     except TimeoutError as error:
         raise Garbled(
-            f"the first frame must be Hello; it did not arrive within {deadline_s} s per part and "
+            f"the first frame must arrive within {deadline_s} s per part and "
             f"{FIRST_FRAME_S} s in total"
         ) from error
     finally:

@@ -255,12 +255,12 @@ def _refuse_missing(manifests: Sequence[ShardManifest], names: TensorNames) -> N
     advice = renaming({name: shapes[name] for name in missing}, there, matched)
     if not there:
         advice = (
-            "; publish these tensors too. If training (also of adapters) does not change the tensors, and engines shall "
-            "keep their present values, pass this to the trainer: "
+            "; publish these tensors too. If training (also of adapters) does not change the tensors, and engines should "
+            "keep their current values, pass this to the trainer: "
             f"keep={as_argument(sorted(missing))}"
         )
     raise IncompleteCoverage(
-        f"{said(missing)} of {workers[0]}{others} {'has' if len(missing) == 1 else 'have'} no source at all"
+        f"{said(missing)} of {workers[0]}{others} {'has' if len(missing) == 1 else 'have'} no source"
         f"{advice}"
     )
 

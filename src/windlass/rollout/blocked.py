@@ -92,7 +92,7 @@ class BlockWatch:
             for each in reversed(frames[first:])
         )
         logger.warning(
-            "%s has blocked the event loop of %s for %.0f s; call blocking code with asyncio.to_thread; it is at %s",
+            "%s has blocked the event loop of %s for %.0f s; call blocking code with asyncio.to_thread; the blocking code is at %s",
             *(who, self._where, blocked_s, stack),
         )
 

@@ -172,7 +172,11 @@ class RewardProcess:
             theirs.close()
         started = cls(process, *await asyncio.open_connection(sock=ours))
         try:
-            _check_ready(await started._answer("its start", config.start_deadline_s))
+            _check_ready(
+                await started._answer(
+                    "its start", "the function was not imported", config.start_deadline_s
+                )
+            )
         except BaseException:
             await started.end()
             raise
@@ -193,7 +197,7 @@ class RewardProcess:
             ) from error
         self._writer.write(LENGTH.pack(len(encoded)) + encoded)
         where = f"rollout {rollout.task_id}"
-        answer = await self._answer(where, deadline_s)
+        answer = await self._answer(where, "no reward", deadline_s)
         self.num_scored += 1
         if isinstance(answer, Scored):
             return answer.reward
@@ -207,7 +211,7 @@ class RewardProcess:
             f"{where}: the reward function raised {answer.error}", f"raised {answer.kind}"
         )
 
-    async def _answer(self, what: str, deadline_s: float) -> Ready | Scored | Raised:
+    async def _answer(self, what: str, late: str, deadline_s: float) -> Ready | Scored | Raised:
         """Return the next frame of the process.
 
         Raises:
@@ -235,7 +239,7 @@ class RewardProcess:
                 )
             if frame.done():
                 raise RewardError(f"{what}: the reward process: {frame.exception()}", "protocol")
-            raise RewardError(f"{what}: no reward within {deadline_s:g} s", "deadline")
+            raise RewardError(f"{what}: {late} within {deadline_s:g} s", "deadline")
         finally:
             for task in (frame, ended):
                 task.cancel()

@@ -188,7 +188,7 @@ class ModelText:
     def template_text(self, chat: Chat, *, add_generation_prompt: bool) -> str:
         if self._tokenizer.chat_template is None:
             raise ConfigError(
-                f"tokenizer: {self._folder} must have a chat template for messages, and has none; submit text or token ids"
+                f"tokenizer: {self._folder} must have a chat template for messages, got none; submit text or token ids"
             )
         try:
             text: str = self._tokenizer.apply_chat_template(

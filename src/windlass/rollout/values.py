@@ -201,7 +201,7 @@ def check_value(what: str, value: bytes, max_nbytes: int = MAX_VALUE_NBYTES) -> 
         ProtocolError: `value` is not msgpack, or too large; the text begins with `what`.
     """
     if len(value) > max_nbytes:
-        raise ProtocolError(f"{what} must be of at most {max_nbytes} bytes, got {len(value)}")
+        raise ProtocolError(f"{what} must have at most {max_nbytes} bytes, got {len(value)}")
     if len(value) > SMALL_VALUE_NBYTES and not _has_few_items(value):
         raise ProtocolError(
             f"{what} must contain at most {MAX_VALUE_ITEMS} values, got more in {len(value)} bytes"

@@ -422,7 +422,7 @@ def encode_for_controller(outcome: RolloutOutcome) -> bytes:
         if len(encoded) <= MAX_OUTCOME_NBYTES:
             decode_outcome(encoded)
             return encoded
-        reason = f"it must be of at most {MAX_OUTCOME_NBYTES} bytes, got {len(encoded)}"
+        reason = f"it must have at most {MAX_OUTCOME_NBYTES} bytes, got {len(encoded)}"
     except ProtocolError as error:
         reason = str(error)
     return encode(

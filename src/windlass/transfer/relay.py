@@ -212,7 +212,9 @@ async def _read_frame(stream: asyncio.StreamReader) -> Frame:
     """
     (nbytes,) = LENGTH.unpack(await stream.readexactly(LENGTH.size))
     if nbytes > FRAMES.max_nbytes:
-        raise ProtocolError(f"relay: a frame has at most {FRAMES.max_nbytes} bytes, got {nbytes}")
+        raise ProtocolError(
+            f"relay: a frame must have at most {FRAMES.max_nbytes} bytes, got {nbytes}"
+        )
     return FRAMES.decode(await stream.readexactly(nbytes))
 
 

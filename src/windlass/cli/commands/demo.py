@@ -89,9 +89,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )  # fmt: skip
     parser.add_argument(
         "--learning-rate", type=float, metavar="RATE",
-        help=f"of Adam (default {CHECKPOINT_RATE:g} with --checkpoint, otherwise larger and for the model's width)",
+        help=f"learning rate of Adam (default {CHECKPOINT_RATE:g} with --checkpoint; otherwise a larger rate, chosen for the "
+        "model's width)",
     )  # fmt: skip
-    parser.add_argument("--max-new-tokens", type=int, default=8, help="per answer (default 8)")
+    parser.add_argument(
+        "--max-new-tokens", type=int, default=8,
+        help="maximum number of tokens per answer (default 8)",
+    )  # fmt: skip
     parser.add_argument(
         "--transport", choices=sorted({name for names in TRANSPORTS.values() for name in names}),
         help="default: cma, or cuda_ipc with --device cuda",
@@ -121,7 +125,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "a file), and print both",
     )  # fmt: skip
     parser.add_argument(
-        "--seed", type=int, default=0, help="of weights, prompts and samples (default 0)"
+        "--seed", type=int, default=0, help="seed of weights, prompts and samples (default 0)"
     )
     parser.add_argument(
         "--output", type=Path, default=Path("demo-output"), metavar="DIR",
@@ -375,7 +379,7 @@ def _check_colocate(args: argparse.Namespace, transport: str) -> None:
     if args.backend != "p2p" or transport not in able:
         raise ConfigError(
             f"demo: --colocate with --engine {args.engine} needs --backend p2p and --transport {' or '.join(able)}, because "
-            f"others need the memory of engines to stay in place, got {args.backend!r} and {transport!r}"
+            f"other backends and transports need the memory of engines to stay in place, got {args.backend!r} and {transport!r}"
         )
     modes = ["abort"] if args.engine == "vllm" else ["abort", "retract"]
     if args.pause_mode not in {None, *modes}:

@@ -58,7 +58,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )  # fmt: skip
     parser.add_argument(
         "--framework", choices=sorted(FRAMEWORKS),
-        help="also check that this framework can load Windlass, here or with --engine-python; exit with 1 if not",
+        help="also check that this framework can load Windlass, here or with --engine-python; exit with 1 if it cannot",
     )  # fmt: skip
     parser.add_argument("--json", action="store_true", help="print the findings as JSON")
 

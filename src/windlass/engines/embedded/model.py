@@ -100,12 +100,14 @@ def _build(source: Path) -> Any:
             return transformers.AutoModelForCausalLM.from_pretrained(source, local_files_only=True)
         except (OSError, ValueError, KeyError) as error:
             raise ConfigError(
-                f"model: {source} is no checkpoint of a causal LM: {error}"
+                f"model: must be a checkpoint of a causal LM, got {source}: {error}"
             ) from error
     try:
         config = transformers.AutoConfig.for_model(**json.loads(source.read_text()))
     except (OSError, ValueError, TypeError) as error:
-        raise ConfigError(f"model: {source} is no transformers configuration: {error}") from error
+        raise ConfigError(
+            f"model: must be a transformers configuration, got {source}: {error}"
+        ) from error
     return transformers.AutoModelForCausalLM.from_config(config)
 
 

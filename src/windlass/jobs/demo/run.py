@@ -214,7 +214,7 @@ def check_demo(config: LaunchConfig) -> None:
     # The user's configuration may raise any error in transformers.
     except Exception as error:
         raise ConfigError(
-            f"demo: --model must be the configuration of a causal LM of transformers, and --checkpoint the folder of one, got "
+            f"demo: --model must be a transformers configuration of a causal LM, or --checkpoint a folder with such a model, got "
             f"{config.trainer.arguments[0]}: {type(error).__name__}: {error}"
         ) from error
     check_room(config, model)

@@ -220,7 +220,7 @@ def _latent(part: _Part, geometry: Geometry) -> PlacedShard:
             return part.rows(0, total, first, rows, 0)
     raise ManifestError(
         f"parameter {part.name!r}: must have all rows of its tensor, or 1/{part.size} of the rows, got {rows} rows; "
-        f"a tensor's rows by the end of its name: {dict(geometry.latent_rows)}"
+        f"expected rows by name suffix: {dict(geometry.latent_rows)}"
     )
 
 

@@ -51,14 +51,12 @@ class Gpu:
         try:
             _waits.submit(event.wait).result(deadline_s)
         except FutureTimeout:
-            self.distrust(f"kernels did not end within {deadline_s} s and may still go on")
+            self.distrust(f"kernels did not end within {deadline_s} s and may still run")
             raise TransferOutcomeUnknown(f"GPU {self.device.ordinal}: {self._late}") from None
         except RuntimeError as error:
             if isinstance(error, WindlassError):
                 raise
-            self.distrust(
-                f"kernels may still go on; no thread could start to wait for them: {error}"
-            )
+            self.distrust(f"kernels may still run; no thread could start to wait for them: {error}")
             raise TransferOutcomeUnknown(f"GPU {self.device.ordinal}: {self._late}") from error
 
     def wait_or_leave(self, event: Event, deadline_s: float) -> None:
@@ -137,8 +135,8 @@ def end_queued(gpu: Gpu, error: Exception, deadline_s: float) -> None:
         gpu.finish(deadline_s)
     # If the wait fails for any reason, it is unknown whether the queued work has ended, so bytes may still arrive.
     except Exception as again:  # noqa: BLE001
-        gpu.distrust(f"{error}; then {again}: bytes may still land")
-        raise TransferOutcomeUnknown(f"{error}; then {again}: bytes may still land") from error
+        gpu.distrust(f"{error}; then {again}: bytes may still arrive")
+        raise TransferOutcomeUnknown(f"{error}; then {again}: bytes may still arrive") from error
 
 
 @functools.cache
