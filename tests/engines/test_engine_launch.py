@@ -9,6 +9,8 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
@@ -17,6 +19,7 @@ import pytest
 from http_answers import answering_requests
 
 from windlass import envs
+from windlass.engines import launch as launch_module
 from windlass.engines.join_route import JoinOrder
 from windlass.engines.launch import (
     arguments,
@@ -25,6 +28,7 @@ from windlass.engines.launch import (
     launch,
     serve,
     server_environment,
+    wait_for_server,
 )
 from windlass.engines.options import Rule, options_of, refuse_options
 from windlass.engines.private_routes import KEY_HEADER, new_key, remove_key
@@ -216,6 +220,31 @@ def test_a_launcher_prints_its_reason_in_one_line(
     assert said.startswith("engine a: ")
     assert reason in said
     assert all(line.partition("its ranks capture")[1] for line in slow)
+
+
+def test_wait_for_a_server_ends_at_its_deadline(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The server refuses connections at first, and later leaves them without an answer."""
+    monkeypatch.setattr(launch_module, "REACH_DEADLINE_S", 2.0)
+    with contextlib.ExitStack() as opened:
+        server = opened.enter_context(socket.socket())
+        server.bind(("127.0.0.1", 0))
+        address = server.getsockname()
+
+        def stop_answering() -> None:
+            server.listen(0)
+            for _ in range(4):
+                client = opened.enter_context(socket.socket())
+                client.setblocking(False)
+                client.connect_ex(address)
+
+        timer = threading.Timer(1.0, stop_answering)
+        timer.start()
+        began_s = time.monotonic()
+        with pytest.raises(PeerUnreachable, match="timed out"):
+            wait_for_server(*address)
+        seconds = time.monotonic() - began_s
+        timer.join()
+    assert seconds < 2.8, "no attempt outlasts the deadline"
 
 
 def test_a_server_does_not_start_on_the_port_of_another() -> None:

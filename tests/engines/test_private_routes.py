@@ -8,13 +8,16 @@ from typing import Any
 
 import pytest
 
+from windlass.engines import private_routes
 from windlass.engines.launch import arguments, serve, server_environment
 from windlass.engines.private_routes import (
     ALIVE_PATH,
     KEY_HEADER,
     Message,
     PrivateRoutes,
+    key_folder,
     new_key,
+    remove_key,
     saved_key,
 )
 from windlass.engines.sglang.spec import SglangServer
@@ -180,6 +183,17 @@ def test_only_the_servers_user_finds_its_key_and_only_while_it_runs(
         assert saved_key("http://127.0.0.1:9") == key != other
         (folder,) = tmp_path.iterdir()
         assert {path.stat().st_mode & 0o077 for path in (folder, *folder.iterdir())} == {0}
+    assert saved_key("http://127.0.0.1:9") == ""
+
+
+def test_saved_key_of_a_server_that_ends_meanwhile_is_empty(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    # The server ends after the check of the folder and before the read of the key.
+    monkeypatch.setattr(private_routes, "require_own", lambda _: remove_key(9))
+    key_folder().mkdir(mode=0o700)
+    (key_folder() / "9").write_text("a key")
     assert saved_key("http://127.0.0.1:9") == ""
 
 

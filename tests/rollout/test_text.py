@@ -250,6 +250,23 @@ async def agent(context: WorkflowContext) -> object:
     return [first.text, second.text, branch.text, context.decode(context.encode("a tool"))]
 
 
+async def same_twice(context: WorkflowContext) -> object:
+    """Ask the same question without and with a chat, and return the texts of the turns."""
+    await context.generate(context.render([QUESTION]))
+    await context.chat([QUESTION])
+    return [turn.text for turn in context.turns]
+
+
+async def test_a_chat_adds_its_text_to_its_own_turn(rig: Rig, prompts: TextPrompts) -> None:
+    engine = Echo("e")
+    engine.answers = texts(prompts, "7<end>")
+    await rig.start(engine)
+    rig.controller.run_here({"same": same_twice}, tokenizer=rig.folder)
+    rig.controller.submit_workflow_group("same", None, 1, SAMPLING)
+    (delivered,) = await rig.controller.next_batch(1, deadline_s=30)
+    assert delivered.rollouts[0].value == ["", "7"]
+
+
 async def test_a_chat_continues_with_the_ids_that_the_engine_generated(
     rig: Rig, prompts: TextPrompts
 ) -> None:

@@ -12,6 +12,7 @@ from typing import ClassVar
 import msgspec
 import numpy as np
 import pytest
+from numpy_gpu import numpy_gpu
 
 from windlass.errors import PeerUnreachable, RegionError, TransferFailed, TransferOutcomeUnknown
 from windlass.net.clock import Deadline
@@ -237,3 +238,16 @@ def test_read_waits_for_earlier_reads_of_the_gpu_until_its_deadline() -> None:
     nothing = np.zeros(0, np.uint64)
     with reads.turn, pytest.raises(TransferFailed, match="earlier reads"):
         reads.read(1, b"", (nothing, nothing, nothing), Deadline.after(0.05, "a test"))
+
+
+def test_read_by_the_gpu_refuses_pieces_without_exported_memory() -> None:
+    reads = GpuReads.__new__(GpuReads)
+    reads.turn, reads.gpu = threading.Lock(), numpy_gpu()
+    addresses, nbytes = np.array([4096], np.uint64), np.array([16], np.uint64)
+    with pytest.raises(RegionError, match="outside the memory that the writer exports"):
+        reads.read(
+            1,
+            msgspec.msgpack.encode([]),
+            (addresses, addresses, nbytes),
+            Deadline.after(5.0, "a test"),
+        )

@@ -549,11 +549,13 @@ def wait_for_server(host: str, port: int) -> None:
     end_s, pauses = time.monotonic() + REACH_DEADLINE_S, Backoff(0.05, 1.0).pauses()
     while True:
         try:
-            socket.create_connection((host, port), timeout=REACH_DEADLINE_S).close()
+            left_s = max(end_s - time.monotonic(), 0.01)
+            socket.create_connection((host, port), timeout=left_s).close()
         except OSError as error:
-            if time.monotonic() > end_s:
+            left_s = end_s - time.monotonic()
+            if left_s <= 0:
                 raise PeerUnreachable(f"engine server {host}:{port}: {error}") from error
-            threading.Event().wait(next(pauses))
+            threading.Event().wait(min(next(pauses), left_s))
         else:
             return
 

@@ -91,10 +91,12 @@ def remove_key(port: int) -> None:
 def saved_key(url: str) -> str:
     """Return the saved key of a running server on this host; empty if there is none. Raises as `new_key` does."""
     file = key_folder() / str(urlsplit(url).port)
-    if not file.exists():
+    try:
+        require_own(file.parent)
+        return file.read_text()
+    # There is no server, or it removed its key at its end.
+    except FileNotFoundError:
         return ""
-    require_own(file.parent)
-    return file.read_text()
 
 
 def key_folder() -> Path:

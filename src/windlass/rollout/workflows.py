@@ -229,7 +229,8 @@ class WorkflowContext:
         output_ids = turn.output.output_ids
         text = await asyncio.to_thread(prompts.decode, output_ids)
         with_text = msgspec.structs.replace(turn, text=text)
-        place = self.turns.index(turn)
+        # An earlier turn can be equal, so compare identities.
+        place = next(n for n, each in enumerate(self.turns) if each is turn)
         self.turns[place] = with_text
         if prompt.branch:
             self.branches.append(Branch(place, prompt.branch))

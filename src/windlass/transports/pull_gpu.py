@@ -96,8 +96,8 @@ class GpuReads:
             starts, ends, shifts = np.array(sorted(rows), np.int64).reshape(-1, 3).T
             first = sources.astype(np.int64)
             owner = np.searchsorted(starts, first, "right") - 1
-            inside = (owner >= 0) & (first + nbytes.astype(np.int64) <= ends[owner])
-            if not inside.all():
+            # Without exports `ends` is empty, so look up no end there.
+            if (owner < 0).any() or (first + nbytes.astype(np.int64) > ends[owner]).any():
                 raise RegionError("pull: a piece is outside the memory that the writer exports")
             mapped = (first + shifts[owner]).astype(np.uint64)
             deadline.check_before_more()
