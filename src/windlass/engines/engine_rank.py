@@ -37,8 +37,9 @@ from windlass.transfer.registration import stretches
 from windlass.transports.registry import create_transport, parse_transport
 
 logger = logging.getLogger(__name__)
-LEAVE_DEADLINE_S = 30.0
-"""Seconds that a join waits for the controller of the previous fleet to disconnect."""
+LEAVE_DEADLINE_S = 1.0
+"""Seconds that a join waits for the controller of the previous fleet to disconnect. The main loop waits, so the engine
+generates no tokens in this time."""
 RELEASE_S = 5.0
 """Maximum seconds that a resume waits for the main loops to return from `QuiesceGate.block`."""
 
@@ -322,6 +323,7 @@ class EngineRank:
             UnsupportedLayout: the function `capture` raised this error.
             ConfigError: `name`, `url`, `checkpoint` or `world_size` has changed after the first join, or `rank`
                 is not below `world_size`.
+            ProtocolError: this rank cannot leave its previous fleet; see `leave`.
         """
         if rank >= settings.world_size:
             raise ConfigError(
@@ -340,6 +342,8 @@ class EngineRank:
             freeze_heap()
             seconds = {**captured.seconds, "all": time.perf_counter() - begun}
         self._require_same(settings)
+        # All ranks capture before a rank joins. So a refusal here leaves every rank in its previous fleet.
+        self._require_free(LEAVE_DEADLINE_S)
         found = msgspec.convert(self.captured, CapturedLayout, from_attributes=True)
         return msgspec.structs.replace(found, seconds=seconds)
 
@@ -444,6 +448,13 @@ class EngineRank:
             ProtocolError: the controller is still connected after `deadline_s`, so that a trainer may still write;
                 or the weights may be mixed, and only an update by the current fleet makes them whole.
         """
+        self._require_free(deadline_s)
+        if self._client is not None:
+            self._client.close()
+            self._client = None
+
+    def _require_free(self, deadline_s: float) -> None:
+        """Check that this rank can leave its fleet, if any; raises as `leave` does."""
         if self._client is None:
             return
         if not self._client.wait_disconnected(deadline_s):
@@ -457,8 +468,6 @@ class EngineRank:
                 "leave: the weights of this rank may be mixed: restart the engine, or restart its "
                 "previous controller"
             )
-        self._client.close()
-        self._client = None
 
     def _require_same(self, settings: AgentSettings) -> None:
         """Raise ConfigError if the name, URL, checkpoint or number of ranks differs from the capture's settings."""
