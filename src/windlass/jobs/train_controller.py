@@ -129,8 +129,9 @@ class _Rank(Session[TrainCommand, TrainResult]):
         spec: process of the rank.
         incarnation: incarnation of the connected process; empty before its first connection.
         joined: event that is set when the rank has connected.
-        watch: task that waits for the end of the process and returns a text about it; None without a process.
-        data_parallel: answer to `Setup`, with the rank's data-parallel number.
+        watch: task that waits for the end of the process, and returns its exit status and the end of its log as a text;
+            None if no process is started.
+        data_parallel: answer to `Setup`; it contains the data-parallel rank and size.
         operations: names of the operations that the rank can run.
     """
 

@@ -35,13 +35,13 @@ class ComputeType(StrEnum):
 class TrainingSection(msgspec.Struct, frozen=True, kw_only=True):
     """Settings of the stock trainer, which shards a causal language model of transformers with FSDP2.
 
-    The optional settings of the loss replace those of the named loss; see `LossConfig` for their meanings. `constant` is
-    the largest number of new tokens in an answer by default.
+    The optional settings of the loss replace those of the named loss; see `LossConfig` for their meanings. By default,
+    `constant` is the largest number of new tokens in an answer.
 
     Attributes:
         model: checkpoint folder of the initial weights.
         loss: name in `windlass.training.LOSSES`.
-        advantages: estimator of advantages; by default `dr_grpo` for the loss of this name, and otherwise `grpo`.
+        advantages: estimator of advantages; by default `dr_grpo` if `loss` is `dr_grpo`, otherwise `grpo`.
         learning_rate, weight_decay: settings of AdamW.
         warmup_steps: steps in which the learning rate rises linearly.
         max_grad_norm: norm to which gradients are clipped; 0 for no clipping.

@@ -50,7 +50,7 @@ class PackedPart(NamedTuple):
 
 @final
 class Turns(Generic[Work]):
-    """Distribution of a payload over turns. One turn fills one of the places, with the next part of the payload.
+    """Distribution of a payload over turns. Each turn fills one place with the next parts of the payload.
 
     Args:
         places: address ranges of packing memory. Turn i fills place i modulo their number.

@@ -1,4 +1,4 @@
-"""Size of the memory that a rank's weights are in, and the bytes of it that are in use."""
+"""Size of the memory that contains a rank's weights, and the number of bytes in use there."""
 
 from __future__ import annotations
 

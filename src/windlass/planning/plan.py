@@ -31,7 +31,7 @@ PLAN_SCHEMA_VERSION = 5
 DTYPES = tuple(DType)
 """`OpTable.src_dtype` and `dst_dtype` are indices into this tuple."""
 ITEMSIZES = np.array([dtype.itemsize for dtype in DTYPES], np.int64)
-"""Bytes per element, with the same indices."""
+"""Bytes per element of each dtype in `DTYPES`."""
 
 
 class CopyMode(IntEnum):

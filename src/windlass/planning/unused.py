@@ -14,8 +14,8 @@ from windlass.planning.rows import resolve_names
 _HARMLESS = re.compile(
     r"(^|\.)(mtp(_[a-z_]+)?\.|rotary_emb\.|inv_freq$|position_ids$|masked_bias$|(cos|sin)_cached$)"
 )
-"""Pattern of the names of tables that every engine computes itself, and of MTP layers, which predict
-further tokens."""
+"""Pattern of names of harmless tensors: tables that every engine computes itself, and MTP layers, which
+predict further tokens."""
 _MTP_MARK = ".eh_proj.weight"
 """Name of the projection that only an MTP layer has (DeepSeek, GLM):
 `model.layers.61.eh_proj.weight`."""

@@ -434,7 +434,7 @@ class BatchQueue:
         return TrainingBatch(step, samples, step in self._confirmations)
 
     def _lost_text(self, step: int) -> str:
-        """Return the end of an error text about a step: how many samples lost their tensors; empty for none."""
+        """Return the end of an error text about a step: how many samples lost their tensors; "" if none did."""
         lost = self._lost.get(step)
         return f", after the tensors of {len(lost)} samples were lost" if lost else ""
 

@@ -174,7 +174,7 @@ class SchedulerConfig(msgspec.Struct, frozen=True, tag_field="kind", forbid_unkn
         """
 
     def make_backend(self, log_dir: Path) -> ClusterBackend:
-        """Return the `ClusterBackend`, which reserves nodes, cores and GPUs, and starts and ends processes on them.
+        """Return the `ClusterBackend` that reserves nodes, cores and GPUs, and starts and ends the processes.
 
         Args:
             log_dir: folder on this host. The output of process NAME goes to `NAME.log` there, or to a log on its node.
@@ -240,7 +240,7 @@ class _Process:
         reserved: spec of the process that made the reservation.
         pid: see `ProcessStatus`.
         returncode: see `ProcessStatus`.
-        failure: why the process was not started, or why its end is unknown; empty for neither.
+        failure: why the process was not started, or why its exit status is unknown; otherwise empty.
         left_queue: event that is set when the process runs, or will never run.
         ended: event that is set when the process has ended, or will never run.
         task: asyncio task that starts the process and waits for its end.

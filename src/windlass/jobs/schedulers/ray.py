@@ -33,8 +33,8 @@ MAX_CALLS = 1000
 CALL_DEADLINE_S = 60.0
 """Longest time of a call that does not wait for a process."""
 START_TRIES = 3
-"""Number of tries to start a cluster on this host. Ray waits at most 30 s for its node, which a busy host may need longer
-to start."""
+"""Number of tries to start a cluster on this host. Ray waits at most 30 s until its node has started. A busy host may need
+longer."""
 NICENESS = "RAY_worker_niceness"
 """Ray's variable for the niceness of launcher actors, which their processes inherit."""
 

@@ -1,9 +1,8 @@
 """Cut ops into pieces (blocks of rows), which kernels copy.
 
 Both ends of a link cut the same ops in the same way, because the digest depends on the pieces. If
-kernels write into the peer's memory, they write each element to its final address and cast it, and
-nothing is packed or staged, whatever the mode of the op is. If a NIC sends the bytes, kernels pack
-the pieces.
+kernels write into the peer's memory, they cast each element and write it to its final address. They
+pack and stage nothing, for every mode of an op. If a NIC sends the bytes, kernels pack the pieces.
 """
 
 from __future__ import annotations
@@ -55,7 +54,7 @@ class PieceKind(NamedTuple):
 
 
 KindOfPieces = tuple[PieceKind, StructuredArray]
-"""(n,) `PIECE` of one kind, with the kind."""
+"""Kind, and an (n,) `PIECE` array of pieces of this kind."""
 
 
 def block_tables(

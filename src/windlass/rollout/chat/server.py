@@ -453,7 +453,7 @@ class ChatServer:
 
 
 def _key_of(http: web.Request) -> str:
-    """Return the key in a request's header; empty for none."""
+    """Return the key in the `Authorization` header of a request; "" without the header."""
     return http.headers.get("Authorization", "").removeprefix("Bearer ")
 
 
