@@ -125,9 +125,7 @@ class Backend:
     def addresses(self, sessions: Mapping[str, AgentSession]) -> LinkAddresses:
         """Return the object that chooses how sources reach destinations in a new binding.
 
-        By default, this object chooses a transport for each link.
-
-        `sessions` has the session of each connected rank.
+        By default, it chooses a transport for each link. `sessions` has the session of each connected rank.
         """
         return LinkTransports(sessions)
 

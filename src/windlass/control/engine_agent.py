@@ -283,7 +283,7 @@ class EngineAgent:
     def close(self) -> None:
         """Close the halves of all backends and this rank's receiver.
 
-        This rank leaves its collective groups, and its GPU memory is freed. Idempotent.
+        The backends leave their collective groups and free their GPU memory. Idempotent.
         """
         for half in self._driven.values():
             half.close()

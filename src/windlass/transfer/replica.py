@@ -169,7 +169,7 @@ class Replica:
                 unchanged until the end of the round, so that they may be copied several times.
             version: number of the version. `is_taken` raises RoundAborted for any other version. None accepts all.
             stream: handle of a GPU stream. The copy waits only for work that is in this stream at the time of the call.
-                None to wait for all work that this process has queued on the GPU.
+                With None, the copy waits for all work that this process has queued on the GPU.
         """
         self._drop_step()
         if self._gpu is not None and stream is not None:

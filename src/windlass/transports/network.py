@@ -326,7 +326,7 @@ class NetworkPeer(ABC):
     def _failure(self, call: NativeCall, outcome: Outcome, deadline: Deadline) -> TransferError:
         """Return the exception for a call whose outcome is not DONE.
 
-        Give the call up (record it in `_given_up`), unless it never began or the peer has refused it.
+        If the call began and the peer has not refused it, give it up (record it in `_given_up`).
         """
         purpose, failed = deadline.purpose, outcome is Outcome.FAILED
         if failed and self._has_refused(call, deadline):
