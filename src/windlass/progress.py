@@ -76,7 +76,7 @@ class Progress:
         self.end()
 
     def text(self) -> str:
-        """Return the current part and the seconds since its begin; empty if no part is running."""
+        """Return the current part and the seconds since it began; empty if no part is running."""
         part, detail = self._part, self._detail
         if part is None:
             return ""

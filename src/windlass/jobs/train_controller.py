@@ -653,7 +653,7 @@ class TrainController:
         Record the process as the rank's process, with its operations. From rank 0, record the address of the TCP store.
 
         Raises:
-            ProtocolError: the frame is no `Joined`, or its protocol version, number of ranks or job id is wrong.
+            ProtocolError: the frame is not `Joined`; or its protocol version, number of ranks or job id is wrong.
             MustWait: another process has this rank's number.
         """
         if not isinstance(first, Joined):
@@ -701,7 +701,7 @@ async def _answer(rank: _Rank, wait: _Wait, what: str) -> Done:
 
     Args:
         rank: the rank.
-        wait: future or task of the answer. If a task returns something else than an answer, return `Done()`.
+        wait: future of the answer, or a task. If the task's result is not an answer, return `Done()`.
         what: name of the call, for errors.
 
     Raises:
@@ -749,7 +749,7 @@ async def _copied(update: CalledUpdate) -> TrainResult:
 def _weighted_mean(
     metrics: Sequence[Mapping[str, float]], weights: Sequence[float]
 ) -> dict[str, float]:
-    """Return the weighted mean of each metric over the ranks that have it; 0 if their weights are all 0.
+    """Return the weighted mean of each metric over the ranks that have it; 0 if all these ranks have weight 0.
 
     Args:
         metrics: metrics of each rank, by name.

@@ -236,7 +236,7 @@ class MemoryOps(Protocol):
 
         Raises:
             TransferFailed: the work failed or did not end within `deadline_s`.
-            TransferOutcomeUnknown: kernels exceeded an earlier deadline.
+            TransferOutcomeUnknown: kernels exceeded the deadline of an earlier call and may still run.
         """
         return
 

@@ -121,7 +121,7 @@ class Operations:
         return asyncio.get_running_loop().time() - self._started_at
 
     def overview(self) -> dict[str, Any]:
-        """Return the content of `/v1/overview`, and of every event."""
+        """Return the answer of `/v1/overview`. Every event has the same content."""
         stats, now_s = self._rollouts.stats(), self._now_s()
         self._add_point(now_s, stats)
         return {

@@ -168,7 +168,7 @@ def intersect_boxes(
 ) -> Pieces:
     """Return the non-empty intersections of boxes a (the atoms) with boxes b, sorted by (b, a).
 
-    All arguments are (n, MAX_DIMS). In the result, `atom` is an index of `a_offsets`, and `box` an index of `b_offsets`.
+    All arguments are (n, MAX_DIMS). In the result, `atom` is an index into `a_offsets`, and `box` is one into `b_offsets`.
     """
     parts: list[Pieces] = []
     step = max(1, _CHUNK_PAIRS // max(1, len(a_offsets)))

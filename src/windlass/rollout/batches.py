@@ -98,8 +98,8 @@ def training_samples(group: RolloutGroup, rewards: Iterable[object]) -> tuple[Tr
     """Return a group's samples with their rewards: one sample per answer, or one per conversation of a workflow.
 
     The turns of a conversation are one sample, see `merge_turns`. If a workflow has several conversations (or branches),
-    each of their samples gets the reward of the rollout. If the workflow added tensors, the only sample of the rollout
-    gets these tensors.
+    each of their samples gets the reward of the rollout. A rollout to which the workflow added tensors must have one
+    conversation, whose sample gets the tensors.
 
     Args:
         group: finished rollouts.

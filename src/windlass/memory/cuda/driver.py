@@ -344,7 +344,7 @@ class Device:
             handle: IPC handle that the peer's `export` returned.
         """
         made = driver().CUipcMemHandle()
-        # Not every release of cuda-bindings has the field `reserved`.
+        # Copy the handle's bytes by address: some releases of cuda-bindings lack the field `reserved`.
         ctypes.memmove(made.getPtr(), handle, IPC_HANDLE_NBYTES)
         flags = int(driver().CUipcMem_flags.CU_IPC_MEM_LAZY_ENABLE_PEER_ACCESS)
         return int(self.call("cuIpcOpenMemHandle", made, flags))

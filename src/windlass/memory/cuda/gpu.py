@@ -143,7 +143,8 @@ def end_queued(gpu: Gpu, error: Exception, deadline_s: float) -> None:
 def shared_gpu(ordinal: int) -> Gpu:
     """Return the same `Gpu` object for every caller in this process. It is never closed.
 
-    `CudaIpcTransport` does not use this object; it has its own `Gpu` with a limit of multiprocessors.
+    `CudaIpcTransport` does not use this object. It has its own `Gpu`, whose kernels use a limited number of
+    multiprocessors.
     """
     return Gpu(ordinal)
 
@@ -174,7 +175,7 @@ class WaitThreads:
         return over
 
     def _serve(self, calls: SimpleQueue[tuple[Callable[[], None], Future[float]]]) -> None:
-        """Make the calls that arrive in this thread's queue, for ever. After each call, the queue counts as idle again."""
+        """Make the calls that arrive in this thread's queue, without end. After each call, mark the thread as idle."""
         while True:
             wait, over = calls.get()
             began, failure = time.perf_counter(), None

@@ -124,7 +124,7 @@ def read_sent(gpu: Gpu, address: int, program: LinkProgram) -> tuple[str, str]:
         program: the link.
 
     Returns:
-        The digest in hexadecimal, and the error text if a cast overflowed; "" otherwise.
+        (digest in hexadecimal, error text of a cast that overflowed). The text is "" if no cast overflowed.
     """
     words, reason = read_words(gpu, address), ""
     if words[2]:
