@@ -16,6 +16,8 @@ def engine() -> Any:
     model = torch.nn.Sequential(torch.nn.Linear(3, 2), torch.nn.Linear(2, 4))
     model.register_buffer("table", torch.arange(5.0))
     model.method = SimpleNamespace(scales=[torch.ones(2), torch.zeros(3)], rank=0)  # type: ignore[assignment]
+    model.lists = [torch.ones(4)], [], [], []  # type: ignore[assignment]
+    model.many = torch.nn.ModuleList(torch.nn.Linear(1, 1) for _ in range(100))
     return model
 
 
@@ -47,9 +49,28 @@ def drop_module(model: Any) -> None:
     model[1] = torch.nn.Identity()
 
 
+def move_tensor_to_the_next_container(model: Any) -> None:
+    """Keep the order of all tensors, so that only the containers' sizes change."""
+    at = next(number for number, held in enumerate(model.lists) if held)
+    model.lists[at + 1].append(model.lists[at].pop())
+
+
+def change_the_last_of_many_modules(model: Any) -> None:
+    model.many[-1].weight = torch.nn.Parameter(torch.ones(1, 1))
+
+
 @pytest.mark.parametrize(
     "change",
-    [replace_parameter, replace_data, replace_buffer, replace_item, add_tensor, drop_module],
+    [
+        replace_parameter,
+        replace_data,
+        replace_buffer,
+        replace_item,
+        add_tensor,
+        drop_module,
+        move_tensor_to_the_next_container,
+        change_the_last_of_many_modules,
+    ],
 )
 def test_a_changed_model_is_walked_again(change: Callable[[Any], None]) -> None:
     model = engine()

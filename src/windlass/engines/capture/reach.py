@@ -23,10 +23,11 @@ import threading
 import types
 import weakref
 from collections import ChainMap, OrderedDict, UserDict, UserList, deque
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from contextvars import ContextVar
 from dataclasses import dataclass, field
+from itertools import chain
 from multiprocessing.shared_memory import SharedMemory
 from types import (
     AsyncGeneratorType,
@@ -306,35 +307,63 @@ class Reach:
         return {joined(n.path, join, key): value for n, join, key, value in self._numbers}
 
 
+_GROUP = 256
+"""Number of containers whose contents a signature compares in one call of C code."""
+
+
+@final
+class _Group:
+    """Contents of some containers, the number and the identities of their values, and the identities that the walk enters."""
+
+    def __init__(self, contents: Sequence[Collection[object]]) -> None:
+        self._contents = contents
+        self._sizes = [*map(len, contents)]
+        self._ids = [*map(id, chain.from_iterable(contents))]
+        self._followed = _followed(chain.from_iterable(contents))
+
+    def holds(self) -> bool:
+        """Return whether the containers still reference the same objects; see `Signature.holds`."""
+        contents = self._contents
+        if [*map(len, contents)] != self._sizes:
+            return False
+        found = [*map(id, chain.from_iterable(contents))]
+        return found == self._ids or _followed(chain.from_iterable(contents)) == self._followed
+
+
 @final
 class Signature:
     """Identities (`id`) of all objects of a walk, to find out later whether the model references new objects.
 
+    An update compares them while the engine does not generate, so the comparison has no loop over containers in Python.
     A signature keeps the model's containers alive, but not its tensors.
     """
 
     def __init__(self, found: Reach) -> None:
-        self._dicts: list[tuple[Mapping[Any, Any], list[int], list[int]]] = []
         self._others: list[tuple[Any, Shape, list[int]]] = []
         self._globals = [(names, name, id(value)) for names, name, value in found.globals]
+        contents: list[Collection[object]] = []
         with _uncollected():
             for node in found.nodes:
-                self._note(node.item, node.shape)
+                contents += self._note(node.item, node.shape)
             for item in (*found.empty, *found.empty_globals):
-                self._note(item, _shape_of(item))
+                contents += self._note(item, _shape_of(item))
+            self._groups = [
+                _Group(contents[at : at + _GROUP]) for at in range(0, len(contents), _GROUP)
+            ]
 
-    def _note(self, item: Any, shape: Shape) -> None:
-        """Record the identities of the values in an object."""
+    def _note(self, item: Any, shape: Shape) -> list[Collection[object]]:
+        """Return the contents of an object's containers, which change with the object. Record the contents of other objects."""
+        found: list[Collection[object]] = []
         if shape.has_dict:
-            self._add(vars(item))
+            found.append(vars(item).values())
         if isinstance(item, dict):
-            self._add(item)
-        elif shape.members or shape.form in _COMPARED:
+            # A subclass may return a copy.
+            found.append(dict.values(item))
+        elif type(item) in (list, set):
+            found.append(item)
+        elif type(item) not in (tuple, frozenset) and (shape.members or shape.form in _COMPARED):
             self._others.append((item, shape, _followed(_members(item, shape))))
-
-    def _add(self, held: Mapping[Any, Any]) -> None:
-        """Record the identities of the values in a dict or in an object's `__dict__`."""
-        self._dicts.append((held, [*map(id, held.values())], _followed(held.values())))
+        return found
 
     def holds(self) -> bool:
         """Return whether the model still references the same objects. Numbers and strings may differ."""
@@ -345,9 +374,8 @@ class Signature:
 
     def _holds(self) -> bool:
         """Compare all recorded identities. Raise RuntimeError if another thread changes a container at the same time."""
-        for held, every, followed in self._dicts:
-            if [*map(id, held.values())] != every and _followed(held.values()) != followed:
-                return False
+        if not all(group.holds() for group in self._groups):
+            return False
         return all(id(names.get(name)) == value for names, name, value in self._globals) and all(
             _followed(_members(item, shape)) == kept for item, shape, kept in self._others
         )
