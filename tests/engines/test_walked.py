@@ -77,9 +77,12 @@ def test_a_changed_model_is_walked_again(change: Callable[[Any], None]) -> None:
     walked = Walked(model)
     before = places(walked.held())
     assert before == places(held_by(model))
-    for _ in range(3):
+    change(model)
+    assert places(walked.held()) == places(held_by(model)) != before
+    # A later tensor may get the memory of the first one.
+    for _ in range(2):
         change(model)
-        assert places(walked.held()) == places(held_by(model)) != before
+        assert places(walked.held()) == places(held_by(model))
 
 
 def test_an_unchanged_model_is_not_walked_again() -> None:
