@@ -283,7 +283,7 @@ class HostCopies:
                 torch.cuda.empty_cache()
 
     def load(self) -> None:
-        """Copy the copies to the model's device, unless they are there already.
+        """Copy slime's host copies to the model's device, unless they are already loaded.
 
         Raises:
             PlanError: slime has not copied every tensor.

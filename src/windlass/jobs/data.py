@@ -126,7 +126,7 @@ def load_rows(path: str, *, name: str = "", split: str = "train") -> Sequence[Ro
     except ImportError as error:
         raise ConfigError(
             f"data: path must be a file with the ending {LINES[0]} unless the library datasets is installed, got "
-            f"{path!r}; install the extra data"
+            f"{path!r}; install Windlass with the extra `data`"
         ) from error
     try:
         if Path(path).is_dir():

@@ -662,7 +662,7 @@ class Job:
         return name, f"{name} ended with exit status {status.returncode}"
 
     async def _hung(self, name: str, role: Access) -> tuple[str, str]:
-        """Wait until an engine or worker has left the queue and then fails to answer in time; return name and reason.
+        """Wait until an engine or worker has left the scheduler's queue and then fails to answer. Return name and reason.
 
         The time limits are `start_deadline_s` for the first answer and `max_silence_s` afterwards.
 
@@ -815,7 +815,8 @@ class Job:
             self._steps = checkpoint.steps
             self.version = max(self.version, checkpoint.version - 1)
             self._notify(f"continues from {folder}, after {counted(self._steps, 'step')}")
-        # Tokens of the next version would count as too old if the journal had a newer version.
+        # Rollouts of the journal may have a newer version. Number later versions above it, so that their tokens do not
+        # count as too old.
         self.version = max(self.version, self.controller.rollouts.recovered.version)
 
     async def _start_again(self, error: TrainerError) -> None:

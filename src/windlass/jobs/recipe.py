@@ -107,7 +107,7 @@ class Recipe(ABC):
         return training_samples(group, self.rewards(group))
 
     def accepts_group(self, group: RolloutGroup) -> bool:  # noqa: ARG002 - overriding it is a choice
-        """Return whether to score a finished group. A group that is not accepted is declined. Runs in a thread."""
+        """Return whether to score a finished group; the job declines other groups. Runs in a thread."""
         return True
 
     def accepts(self, rollout: Rollout) -> bool:  # noqa: ARG002 - as above

@@ -112,8 +112,8 @@ async def replay(
         found, wanted = (msgspec.structs.asdict(each)[name] for each in (sampling, neutral))
         if not is_exact and found != wanted:
             raise ConfigError(
-                f"replay: sampling: {name} must be {wanted} unless the sampling is greedy or seeded, got {found}: the log-probabilities "
-                "of the sample are those after this setting, which an engine returns only for its own samples"
+                f"replay: sampling: {name} must be {wanted} unless the sampling is greedy or seeded, got {found}: this setting changes "
+                "log-probabilities, and an engine applies it only to tokens that it samples itself"
             )
     if not spans:
         raise ConfigError("replay: the sample must have a token that an engine generated, got none")

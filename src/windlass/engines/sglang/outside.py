@@ -203,7 +203,7 @@ def _joined(
 
 
 def _wait_for_change(server: EngineHttp, tables: tuple[WeightTable, ...]) -> None:
-    """Wait until the server has ended, or publishes other tables.
+    """Wait until the server has ended, or publishes tables that differ from `tables`.
 
     Keep an idle connection to the server open: the kernel of the server's host closes the connection when the server's
     process ends. The server or a proxy may also close the connection earlier. So after each close, read the tables, and
@@ -281,15 +281,15 @@ class OutsideHooks:
         """
         if read_table(self._server, self._rank) != self._table:
             raise PeerUnreachable(
-                f"{self._server.url}: rank {self._rank} publishes another table than when it joined: the server was "
-                "restarted"
+                f"{self._server.url}: rank {self._rank} must publish the same table as at its join, got another table: the "
+                "server was restarted"
             )
         if self._rank:
             return
         if mode is PauseMode.IN_PLACE:
             raise ConfigError(
-                "pause_mode must be abort or retract for a server without Windlass, which would keep caches of old "
-                f"weights otherwise, got {mode}"
+                f"pause_mode must be abort or retract for a server without Windlass, got {mode}: the server would keep a KV "
+                "cache that the old weights computed"
             )
         end_s = time.monotonic() + deadline_s
         label = read_model(self._server).weight_version or _DEFAULT
@@ -299,7 +299,7 @@ class OutsideHooks:
         self._set_label(MIXED, end_s - time.monotonic())
 
     def _flush(self, end_s: float) -> None:
-        """Flush the server's caches. Repeat a request that fails, until the monotonic time `end_s`.
+        """Flush the server's caches. Repeat a failed request until the monotonic time `end_s`.
 
         Raises:
             PeerUnreachable: no request succeeded by `end_s`.

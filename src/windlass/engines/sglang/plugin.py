@@ -89,8 +89,8 @@ _done: set[str] = set()
 def load() -> None:
     """Register the plugin. Idempotent.
 
-    SGLang and `windlass.engines.sglang.serve` call this in every process of a server. This function checks no settings,
-    because SGLang logs an exception of a plugin and continues; `_prepare` checks them.
+    SGLang and `windlass.engines.sglang.serve` call this in every process of a server. `_prepare` checks the settings and
+    not this function: if a plugin raises an exception here, SGLang only logs it and starts the server.
     """
     if not environment_value(CONTROLLER_VARIABLE) or not _is_first_call("load"):
         return

@@ -302,7 +302,8 @@ def check_server(server: EngineHttp, world_size: int, transport: str = "") -> in
     sizes["dp_size"] = num_replicas(told, sizes["dp_size"])
     if told.keys() >= set(_SIZES) and math.prod(sizes.values()) != world_size:
         raise ConfigError(
-            f"{server.url}: --tp x --pp x --dp must be the number of the server's ranks, {sizes}, got {world_size}"
+            f"{server.url}: --tp x --pp x --dp must be {math.prod(sizes.values())}, as the server reports {sizes}, got "
+            f"{world_size}"
         )
     return sizes["pp_size"]
 

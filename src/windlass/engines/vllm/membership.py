@@ -87,7 +87,8 @@ def prepare(args: Any) -> None:
         _log.warning("%s", warning)
     if not args.port or vars(args).get("uds"):
         raise ConfigError(
-            f"--port must name a port with {CONTROLLER_VARIABLE}: the controller connects to it"
+            f"--port must be a TCP port, without --uds, if {CONTROLLER_VARIABLE} is set: the controller connects to this "
+            f"port, got {args.port}"
         )
     controller = environment_value(CONTROLLER_VARIABLE)
     if controller != WAIT:

@@ -173,7 +173,9 @@ class VllmApi:
             self._core.call(method, args, deadline_s)
             return
         if self._server is None:
-            raise ConfigError(f"vLLM: {method}: several ranks need their server's routes, got none")
+            raise ConfigError(
+                f"vLLM: {method}: the agent of a server with several ranks must have the URL of the server, got none"
+            )
         timeout = {} if deadline_s is None else {"timeout": deadline_s}
         body = {"method": method, "args": args, **timeout}
         self._server.post("/collective_rpc", body, deadline_s)
@@ -356,7 +358,7 @@ def _api_for(
         return None
 
     def api() -> VllmApi:
-        # Rank 0 reads the server's key on its host.
+        # Only rank 0 calls this function. The file with the server's key is on rank 0's host.
         own = EngineHttp(settings.url, saved_key(settings.url)) if order.pauses_itself else None
         can_block, sleep = may_block(worker.parallel_config), worker.windlass_engine_rank.sleep
         made = VllmApi(own, can_block=can_block, stamps=stamps_tokens(), sleep=sleep, core=core)

@@ -70,8 +70,8 @@ class _Given:
 @functools.cache
 def _patch() -> None:
     """Replace `LLM` and `VLLMGeneration.sync_weights` in TRL. Idempotent."""
-    # vLLM finds the plugin by its entry point only if Windlass is installed. Register it here, in case Windlass is only
-    # on the path.
+    # vLLM finds the plugin by its entry point only if Windlass is installed. Also register it here, because Windlass may
+    # only be on PYTHONPATH.
     register()
     made, sync_weights = vllm_generation.LLM, VLLMGeneration.sync_weights
 

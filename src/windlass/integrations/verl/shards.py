@@ -123,8 +123,8 @@ def _described(name: str, shard: torch.Tensor, spec: ShardSpec) -> torch.Tensor:
     """
     if any(extra is not None for extra in (spec.place, spec.to_hf_chunk, spec.hf_slots)):
         raise UnsupportedLayout(
-            f"parameter {name!r}: must be exported under its checkpoint name with torch's placements, as verl's FSDP "
-            "engine does, got a parameter that verl's engine must convert: use backend=windlass"
+            f"parameter {name!r}: verl's engine must export it under its checkpoint name with torch's placements (as the "
+            "FSDP engine does), got a parameter that needs a conversion; use backend=windlass"
         )
     if spec.mesh is None:
         return shard.view(spec.full_shape)

@@ -163,8 +163,8 @@ def check_room(config: LaunchConfig, model: torch.nn.Module) -> None:
         folder = folder.parent
     if nbytes > (free := shutil.disk_usage(folder).free):
         raise ConfigError(
-            f"demo: --output must have {nbytes / 1e9:.1f} GB for the copies of {config.steps} versions, with which the demo "
-            f"checks answers, but {folder} has {free / 1e9:.1f} GB; use fewer --steps or another --output"
+            f"demo: the disk of --output must have {nbytes / 1e9:.1f} GB free, got {free / 1e9:.1f} GB at {folder}: to check "
+            f"answers, the demo stores the weights of {config.steps} versions; use fewer --steps or another --output"
         )
 
 
@@ -398,7 +398,7 @@ async def run_demo(
     view.console.print(
         f"\n{job.version + 1} versions published, reward {rewards[0]:.3f} -> {rewards[-1]:.3f}, "
         f"{torn.torn} torn of {torn.checked} answers "
-        f"(a wrong version would have shown in: {shown}), {job.rollouts['lost']} lost, {wall_s:.0f} s",
+        f"(answers in which the check would notice a wrong version: {shown}), {job.rollouts['lost']} lost, {wall_s:.0f} s",
     )
     view.console.print(
         f"of these, {pace.seconds:.0f} s of training, from the first version to the last: "
