@@ -57,7 +57,10 @@ def refuse_strangers(server: PlainServer) -> None:
             EngineHttp(server.url).post(path, {})
     for token in ("", "wrong", role_token(TOKEN, Access.TRAINER), TOKEN):
         status, answer = ask_to_join(server.url, {"controller": "http://127.0.0.1:1"}, token)
-        assert (status, "is for owner and engine" in answer["error"]) == (403, True)
+        assert (status, "requires a token of role owner or engine" in answer["error"]) == (
+            403,
+            True,
+        )
     status, answer = ask_to_join(server.url, {"controller": "nowhere"})
     assert (status, "controller must be http" in answer["error"]) == (400, True)
     for pid in server.family():
