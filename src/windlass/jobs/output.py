@@ -101,9 +101,9 @@ class OutputFolder:
     def prune(self, keep: int) -> None:
         """Keep the newest `keep` finished checkpoints and delete all older checkpoint folders, also unfinished ones.
 
-        With `keep` = 0, delete nothing.
+        With `keep` = 0, delete nothing. A checkpoint that the user has renamed stays, and is not counted.
         """
-        finished = [folder for folder, _ in self.checkpoints()]
+        finished = [folder for folder, _ in self.checkpoints() if folder.name.isdecimal()]
         if not keep or len(finished) <= keep:
             return
         oldest_kept = int(finished[-keep].name)

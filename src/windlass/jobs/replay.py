@@ -10,7 +10,7 @@ import aiohttp
 import msgspec
 
 from windlass.errors import ConfigError
-from windlass.rollout.generate import generate
+from windlass.rollout.generate import AttemptError, generate
 from windlass.rollout.messages import EngineTarget, Partial, RolloutTask, TrainingSample
 from windlass.sampling import SamplingParams
 
@@ -101,7 +101,7 @@ async def replay(
     Raises:
         ConfigError: the sample has no generated token; or `sampling` changes log-probabilities (see `CHANGES_LOGPROBS`)
             and the engine cannot generate the answers again.
-        AttemptError: the engine failed.
+        AttemptError: the engine failed, or returned no token.
     """
     spans = list(_spans(sample))
     # Later turns of a conversation have other seeds, which are not recorded.
@@ -181,7 +181,12 @@ def _compared(
                 differences.append(number)
                 break
             distances.append(abs(answer.logprobs[index] - sample.logprobs[number]))
-    version = max(answer.versions[-1] for answer in answers if answer.versions)
+    versions = [answer.versions[-1] for answer in answers if answer.versions]
+    if not versions:
+        raise AttemptError(
+            f"replay: the engine returned no token in {len(answers)} answers", answers[0]
+        )
+    version = max(versions)
     generated = [n for span in spans for n in range(*span)]
     return Replay(
         num_generated=len(generated),
