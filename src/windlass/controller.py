@@ -100,7 +100,7 @@ class Controller:
         """URL to which trainers, engines and workers connect.
 
         Raises:
-            ConfigError: `port` is 0 and the controller has not been entered, so the system has not chosen a port.
+            ConfigError: `port` is 0, and the system chooses a port only when the `async with` block begins.
         """
         if not self._has_port:
             raise ConfigError(
@@ -202,8 +202,8 @@ class Controller:
 
         Args:
             version: number of the version, as trainers pass it to `TrainerClient.publish`.
-            engines: names of engines. Wait until these engines serve the published version, too. An engine that an
-                update left out needs a catch-up first.
+            engines: names of engines that must also serve the published version. An engine that an update left out needs
+                a catch-up first.
             deadline_s: seconds to wait.
 
         Raises:

@@ -38,7 +38,7 @@ def mount_updates(coordinator: Coordinator, server: ControlServer) -> None:
 
 
 def status_of(coordinator: Coordinator) -> dict[str, object]:
-    """Return the JSON object that `/v1/status` answers."""
+    """Return the JSON object that the route `/v1/status` sends."""
     trainers = coordinator.fleet.trainers()
     return {
         "epoch": coordinator.run.round_id.epoch,

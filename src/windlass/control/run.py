@@ -65,10 +65,11 @@ class Run:
     # --- reports of agents -------------------------------------------------------------------
 
     def check_past(self, hello: Hello) -> None:
-        """Check the version and round id that a connecting agent reports from earlier controllers.
+        """Check the version and the round id in the `Hello` of a connecting agent, which earlier controllers gave it.
 
         Raises:
-            ProtocolError: a value is out of range; or the journal is in a file, and a trainer rank belongs to another run.
+            ProtocolError: a value is out of range. Or the agent is a trainer rank of another run, and this controller has
+                a journal file.
         """
         for name, value, least in (
             ("epoch", hello.epoch, 0),
@@ -97,7 +98,7 @@ class Run:
 
         If an agent of this run serves a newer version that is not above `reserved`, record that this version is published.
         A controller without a journal file also accepts a version of another run, but only from a trainer, because an
-        engine may have served an unrelated run. Once the controller has bound a plan, it accepts no such version.
+        engine may have served an unrelated run. Once such a controller has bound a plan, it ignores versions of other runs.
         """
         # An agent refuses epochs below the highest that it has received from any controller.
         epoch = max(self.round_id.epoch, hello.epoch)

@@ -91,7 +91,7 @@ class RankCaller:
     async def _one(
         self, worker: str, command: Command, deadline_s: float
     ) -> Result | WindlassError:
-        """Call one rank, and return its answer or the error; see `call`. Store the seconds of an answer in `took_s`."""
+        """Call one rank, and return its answer or the error; see `call`. Record in `took_s` how long an answer took."""
         key = (*self._round_id, self._seq)
         self._seq += 1
         session = self._sessions.get(worker)

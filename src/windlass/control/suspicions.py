@@ -56,9 +56,9 @@ class Suspicions:
         self._had_non_finite = False
 
     def sent_before(self, workers: Collection[str]) -> dict[Link, str]:
-        """Return the part of `digests` about links whose destinations are in `workers`, for `RoundSpec.sent_before`.
+        """Return the digests of all links to the ranks `workers`, for `RoundSpec.sent_before`.
 
-        The ranks `workers` must serve the version of `digests`.
+        These ranks must serve the version of `digests`.
         """
         return {link: digest for link, digest in self.digests.items() if link[1] in workers}
 

@@ -80,12 +80,12 @@ class TrainerAgent:
                 self.held.note_changes()
                 self.held.check_version(command.version)
                 with self._one_sided.reading(), self._one_sided.parameters.once():
-                    # Examine first: after `prepare` has taken the replica, the weights may change.
+                    # Examine first: the trainer may change the weights as soon as `prepare` has copied them to a replica.
                     prepared = self.held.examine(command)
                     self._binding.sender.prepare(command.version)
                 replica = self._one_sided.replica
                 if replica is not None and not replica.is_taken(command.version):
-                    # The trainer may have changed the weights during the copy.
+                    # `prepare` has just copied the weights. Check that the trainer did not change them during this copy.
                     self.held.note_changes()
                     self.held.refuse_changed()
                 return prepared
@@ -96,7 +96,7 @@ class TrainerAgent:
             case Release() if self._release is not None:
                 self._release()
             case Abort():
-                # There is nothing to undo, because a round changes nothing in this rank but the sender's packed bytes.
+                # There is nothing to undo: in this rank, a round changes only the sender's packed bytes.
                 pass
             case _:
                 result = carry_out(self._binding.sender, command, RoundId(epoch, round_number))
@@ -106,10 +106,9 @@ class TrainerAgent:
         return Done()
 
     def close(self) -> None:
-        """Free the memory in which replicated weights are compared, and close the sender that the backend made.
+        """Free the memory for the comparison of replicated weights, and close the backend's sender. Idempotent.
 
-        Idempotent. The rank's sender of one-sided writes (the argument `sender` of this class) stays open: the caller
-        must close it.
+        This does not close the argument `sender` of the class; the caller must close it.
         """
         self.held.close()
         self._binding.close()

@@ -23,9 +23,9 @@ async def sleep_engines(
     Wait for the end of a running round first.
 
     Args:
-        run: the controller's run, which has the fleet and numbers the rounds.
+        run: run of the controller; it has the fleet, and makes the round ids.
         members: connections of the agents.
-        lock: lock that every round holds.
+        lock: lock that a round holds while it runs.
         mode: treatment of running requests; they lose their KV cache.
         deadline_s: seconds within which the engines must sleep.
 

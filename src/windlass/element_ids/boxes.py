@@ -37,7 +37,7 @@ class PlacedBox:
 
         Args:
             shape: shape of the checkpoint tensor.
-            number: number of the element in the box, in row-major order.
+            number: index of the element in the box, in row-major order.
         """
         index, place, step = 0, self.offset, 1
         for begin, size, stride, length in reversed(

@@ -148,7 +148,10 @@ class Codes:
         )
 
     def some(self, chosen: frozenset[str], seed: int) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yield (name, tensor) for the tensors named in `chosen`, with random values between -2 and 2."""
+        """Yield (name, tensor) for the tensors named in `chosen`, with random values between -2 and 2.
+
+        The values of float8 tensors are those of `random`.
+        """
         return self._load(
             lambda first, last, dtype, _chosen: _loud(*self._halves(first, last), seed, dtype),
             self._batches(self._indices(chosen)),
@@ -249,9 +252,9 @@ class Codes:
     ) -> Iterator[_Batch]:
         """Yield batches of successive tensors.
 
-        The tensors of a batch are generated together, because a model has thousands of small tensors.
-        All tensors of a batch have one dtype, and either all or none of them are in `chosen`. If a batch has several
-        tensors, it has about `chunk_on` elements at most.
+        One batch for many small tensors saves kernel launches; a model has thousands of small tensors. All tensors of a
+        batch have one dtype, and either all or none of them are in `chosen`. A batch of several tensors has at most
+        `chunk_on` elements.
         """
         batch: list[CheckpointSpec] = []
         first = last = 0

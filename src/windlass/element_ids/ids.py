@@ -51,8 +51,8 @@ def read_digit(values: torch.Tensor, bits: int, position: int, factor: float = 1
         bits: bits per digit.
         position: position of the loaded digit in the element numbers; 0 is the lowest.
         factor: factor by which the engine's loader multiplies values. The product is rounded to the tensor's dtype.
-            Different digits still give different products, because a digit has at most eight bits. The coarsest dtype
-            of such products, bfloat16, has a significand of eight bits.
+            Different digits still give different products: loaded digits are at most 128, and even bfloat16 has a
+            significand of eight bits.
 
     Returns:
         For each place, the digit as a part of the element number (digit << bits * position); `_NOTHING` for a place
@@ -215,7 +215,7 @@ class ElementIds:
             codes: numbers of the elements.
             tensors: indices in `codes.specs` of the checkpoint tensors of this layer.
             by: number to add to these indices to get the checkpoint tensors of the other layer. Corresponding tensors
-                have the same size. Numbers in other checkpoint tensors do not change.
+                have the same size. Elements of checkpoint tensors outside `tensors` keep their numbers.
         """
         first, last = int(codes.starts[tensors.start]), int(codes.starts[tensors.stop])
         step = int(codes.starts[tensors.start + by]) - first
@@ -230,9 +230,9 @@ class ElementIds:
         return found
 
     def is_consistent(self) -> bool:
-        """Return whether the sampled rows show a pattern for each group of rows that has checkpoint elements.
+        """Return whether the sampled rows are enough to find the pattern of every group of rows with checkpoint elements.
 
-        A sampled row shows the pattern of its group if the first place of the row has a checkpoint element.
+        A sampled row is enough for its group if the first place of the row has a checkpoint element.
         """
         filled = (self._heads >= 0).any(dim=1)
         sampled = (self._samples[:, :, 0] >= 0).any(dim=1)
@@ -269,7 +269,7 @@ class ElementIds:
     def check(
         self, tensor: torch.Tensor, codes: Codes, seed: int | None, factor: float = 1.0
     ) -> Check:
-        """Compare every place of a tensor with the value that a load of `codes.random(seed)` should give.
+        """Compare every place of a tensor with the value that the place should have after a load of `codes.random(seed)`.
 
         If `seed` is None, compare nothing (`is_right` is False). Return only the fingerprint of the padding and the
         number of checkpoint elements.
@@ -351,7 +351,7 @@ class ElementIds:
 
         Returns:
             The chosen tensors with elements in this tensor, each with its boxes; None if a tensor has more than
-            `limit` boxes, or if a line of places continues in the next tensor.
+            `limit` boxes, or if a line of elements goes past the end of its checkpoint tensor.
         """
         parts: Parts = []
         try:

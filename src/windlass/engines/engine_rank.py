@@ -150,8 +150,8 @@ class RankHooks:
     def _look(self, captured: Captured) -> None:
         """Search for new derived values (`Captured.look`), or check the result of the search before sleep.
 
-        If the weights are lost, no search is possible. The main loop then searched before the weights were lost, and
-        stored a found problem in `RankSleep.missed`.
+        If the weights are lost, no search is possible. The main loop has searched before it lost them, and has recorded
+        any problem in `RankSleep.missed`.
 
         Raises:
             UnsupportedLayout: an update cannot refill such a value, or the engine has moved a tensor into which updates
@@ -393,7 +393,8 @@ class EngineRank:
         begun = time.perf_counter()
         sizes = [parameter.nbytes for parameter in captured.manifest.parameters]
         spans = zip(captured.addresses, sizes, strict=True)
-        # The driver has no allocation for memory that can sleep, and the transport `pull` needs none.
+        # The GPU driver cannot find the allocation of an address in memory that can sleep. Such an engine uses the transport
+        # `pull`, which does not need the allocation.
         allocation = None if self.sleep.is_enabled else allocation_of
         regions = transport.register_all(stretches(spans, allocation))
         # For a repacked parameter, `captured.addresses` has the address of the buffer that updates write.
@@ -462,7 +463,7 @@ class EngineRank:
                 "leave: the engine's controller must be stopped before the engine joins another fleet, "
                 f"got a controller that is still connected after {deadline_s} s"
             )
-        # Lost weights stay lost in the next fleet, which fills all of them before the engine serves.
+        # Mixed weights do no harm if they are lost: the next fleet fills all of them before the engine serves.
         if self._client.agent.mixed_weights and not self.sleep.is_lost:
             raise ProtocolError(
                 "leave: the weights of this rank may be mixed: restart the engine, or restart its "

@@ -161,8 +161,8 @@ def carry_out(
         folder: folder, on the host of the engine's server, where the HTTP process waits for the report.
         rank: index of this rank.
         order: function that carries out the order and returns the body of the report.
-        server_url: address of the engine's server. A rank on another host sends its report to this address. It cannot
-            read `folder`, so the only secret that it passes to `order` is the token in its own environment
+        server_url: address of the engine's server. A rank on another host sends its report to this address. Such a rank
+            cannot read `folder`, so it passes only one secret to `order`: the token in its own environment
             (`control_token`).
     """
     token = ""

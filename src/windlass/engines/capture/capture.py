@@ -122,8 +122,9 @@ def capture(
         factors: constants by which the engine's loader may multiply a tensor. For such a tensor, updates write a buffer,
             and `Captured.finalise` writes the multiplied values into the tensor. If a factor is not 1, capture needs
             one more load.
-        recompute: whether `Captured.finalise` may call `load` with the sources of computed tensors. False if `load`
-            cannot load only a part of the checkpoint; capture then refuses computed tensors.
+        recompute: whether `Captured.finalise` may call `load` with only the checkpoint tensors from which the engine
+            computes its computed tensors. False if `load` always needs the whole checkpoint; capture then refuses
+            computed tensors.
         made_up: whether the engine started with random weights and has served no request. Capture then does not
             restore the values of parameters.
 
@@ -241,8 +242,8 @@ def capture_on_every_rank(
 ) -> _Found:
     """Capture and return this rank's layout. If the capture fails on one rank, raise an error on every rank. Collective.
 
-    Otherwise only the failed rank would capture again at the next join. Its loader might then wait for the loaders of the
-    other ranks, which reuse their layouts.
+    If only the failed rank raised an error, then only this rank would capture again at the next join. Its loader might
+    wait for the loaders of the other ranks, which reuse their layouts.
 
     Args:
         capture: function that captures this rank's layout.
@@ -353,7 +354,7 @@ def _observe_every_tensor(
 ) -> tuple[Seen, Recompute | None]:
     """Find out whether each tensor that a load changes is a copy of checkpoint elements or a computed tensor.
 
-    Call `_observe_once` until it has an answer for every tensor. Each further call reads more tensors at every place, or
+    Call `_observe_once` until this is known for every tensor. Each further call reads more tensors at every place, or
     loads test values into every layer instead of only one layer per group of identical layers.
 
     Returns:
@@ -391,8 +392,8 @@ def _observe_once(
 ) -> Seen:
     """Load digits to read the layout, then load random values once or twice to check the layout. Return the layout.
 
-    Add the paths of Python numbers that the loads have changed to `loads.counted` and to `loads.held.numbers`. The model
-    keeps the random values.
+    Add the paths of Python numbers that the loads have changed to `loads.counted` and to `loads.held.numbers`. Afterwards
+    the model contains the random values.
 
     `scattered` has the names of tensors above `exact_numel` elements that must be read at every place. If `layers` is
     given, load digits only for the checkpoint tensors `layers.loaded`.
@@ -570,7 +571,7 @@ def _find_read_tensors(loads: _Loads, placed: frozenset[str]) -> frozenset[str]:
     others = frozenset(spec.name for spec in loads.codes.specs if spec.numel) - placed
     if not others:
         return frozenset()
-    # Also load a tensor that the loader certainly reads, to notice if `_Reading` records no reads at all.
+    # Also load a tensor that the loader certainly reads. If `_Reading` does not record even this read, its record is useless.
     try:
         return _record_reads(loads, others.union(sorted(placed)[:1])).read(others)
     except Exception:  # noqa: BLE001 - a loader may raise anything if tensors are missing
@@ -710,7 +711,7 @@ def _require_repeated(
 
     Raises:
         UnsupportedLayout: a tensor has other bytes than before the capture; the message names these tensors. Or a Python
-            number has changed that loads of random values do not change (`_refuse_numbers`).
+            number depends on the checkpoint, but all loads of random values gave it one value (`_refuse_numbers`).
     """
     computed = frozenset() if part is None else frozenset(part.names)
     buffers = frozenset() if part is None else frozenset(spec.name for spec, _ in part.buffers)
@@ -741,8 +742,8 @@ def _require_repeated(
 def _refuse_numbers(loads: _Loads, before: Mapping[str, Number]) -> None:
     """Raise UnsupportedLayout if a Python number depends on the checkpoint in a way that loads of random weights cannot show.
 
-    Such a number had one value at the start, another value after every load of random weights, and the first value again
-    after the load of the engine's own checkpoint. `before` has the numbers after the last load of random weights, by path.
+    All loads of random weights gave such a number one value. The engine's own checkpoint gives it another value, both at
+    the start and now. `before` has the numbers after the last load of random weights, by path.
     """
     start, now = loads.start.numbers, loads.held.all_numbers()
     hidden = differing(start, before) - differing(start, now) - loads.counted
@@ -756,7 +757,7 @@ def _refuse_numbers(loads: _Loads, before: Mapping[str, Number]) -> None:
 def _load_reference(
     loads: _Loads, weights: Iterator[tuple[str, torch.Tensor]], part: Recompute | None
 ) -> None:
-    """Load checkpoint tensors; copy the sources of computed tensors also into the buffers of `part`."""
+    """Load checkpoint tensors. If `part` is given, also copy the sources of computed tensors into its buffers."""
     loads.load(weights if part is None else part.filling(weights))
 
 

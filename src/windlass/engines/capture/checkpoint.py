@@ -127,7 +127,7 @@ def _files(folder: Path, adapter: bool) -> list[Path]:
 
 
 def _require_file(path: Path) -> None:
-    """Raise ConfigError unless `path` is a file or a link to one. Opening a FIFO would wait for ever."""
+    """Raise ConfigError unless `path` is a file or a link to a file, because opening a FIFO would block."""
     if not path.is_file():
         raise ConfigError(
             f"checkpoint: {path} must be a file or a link to one, got a folder, a FIFO or a link to nothing"

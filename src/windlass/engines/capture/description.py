@@ -319,7 +319,8 @@ def describe(
 ) -> Captured:
     """Return the captured layout.
 
-    For tensors that the loader computes again after an update, the manifest contains the buffers of `recompute`.
+    The manifest does not contain tensors that the loader computes again after an update. In their place, it contains the
+    buffers of `recompute`.
 
     `placed` has the names of the checkpoint tensors that have elements on this rank. `read` has the names of other
     checkpoint tensors that the engine's loader reads. `tied` maps each name of a tied parameter to all its names.
@@ -403,7 +404,7 @@ def _received_dtype(name: str, holding: Holding, parts: Parts) -> DType:
 def _roundings(
     name: str, memory: torch.Tensor, target: torch.Tensor, parts: Parts
 ) -> Iterator[Rounding]:
-    """Yield one `Rounding` of a parameter for each checkpoint dtype to which the engine's loader rounds its elements.
+    """Yield one `Rounding` for each checkpoint dtype to which the engine's loader rounds elements of a parameter.
 
     `memory` is the memory that updates write, and `target` is the memory of the parameter; both may be the same. `parts`
     has the parameter's boxes of checkpoint tensors.

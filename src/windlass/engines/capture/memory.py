@@ -87,8 +87,8 @@ Held = Callable[[], Mapping[str, Holding]]
 def held_by(model: torch.nn.Module, ignored: frozenset[int] = frozenset()) -> Mapping[str, Holding]:
     """Return the tensors that a model references, by name, parameters first.
 
-    If several tensors share memory (tied tensors, views), only the first is returned. `ignored` has addresses of storages
-    to skip, such as KV caches.
+    The result omits a tensor whose memory lies inside the memory of an earlier tensor (a tied tensor or a view). `ignored`
+    has addresses of storages to skip, such as KV caches.
     """
     return _distinct(reach(model), ignored)
 
@@ -129,7 +129,7 @@ def _address(tensor: torch.Tensor) -> int:
 def _distinct(found: Reach, ignored: frozenset[int]) -> Mapping[str, Holding]:
     """Return the tensors that a walk through the model has found, by name.
 
-    If tensors share memory, return only the first.
+    Leave out a tensor whose memory lies inside the memory of an earlier tensor.
     """
     counts = found.num_parameters, found.num_buffers, found.num_attributes
     direct = (Kind.PARAMETER, Kind.BUFFER, Kind.ATTRIBUTE)
@@ -250,10 +250,10 @@ def _of_array(array: np.ndarray[Any, Any]) -> torch.Tensor | None:
 
 
 def _copied(node: Node) -> torch.Tensor | None:
-    """Return the elements of an object as a tensor if torch cannot view the object's memory, else None.
+    """Return the elements of an object as a tensor if `_writable` cannot return a tensor with the object's memory.
 
-    Such an object is one of these: an object that contains bytes, a read-only array, an array of another byte order, a
-    tensor in a layout of oneDNN, or a weight that torch has packed for a quantised kernel. Return None for a bytes-like
+    Such objects are: bytes-like objects, read-only arrays, arrays of another byte order, tensors in a layout of oneDNN,
+    and weights that torch has packed for a quantised kernel. Return None for any other object, and for a bytes-like
     object of fewer than 32 bytes.
     """
     item = node.item
@@ -292,7 +292,10 @@ def bytes_in(item: Any) -> np.ndarray[Any, np.dtype[np.uint8]] | None:
 
 
 def _packed_weight(item: torch.ScriptObject) -> torch.Tensor | None:
-    """Return the values of a weight that torch has packed, such as `torch.ops.quantized.linear_prepack` does; else None."""
+    """Return the values of a weight that torch has packed, for example with `torch.ops.quantized.linear_prepack`.
+
+    Return None for any other object.
+    """
     if not item._type().qualified_name().endswith("PackedParamsBase"):
         return None
     state: Any = item.__getstate__()
@@ -339,9 +342,9 @@ class Watched:
         return self._reach
 
     def settle(self) -> None:
-        """Ignore new tensors of kind HELD from now on: tensors that are not direct members of a module.
+        """From now on, ignore new tensors of kind HELD, which are not direct members of a module.
 
-        An engine's loader may keep temporary tensors in other objects during a load.
+        During a load, an engine's loader may keep temporary tensors in objects other than modules.
         """
         self._settled = frozenset(name for name, h in self().items() if h.kind is Kind.HELD)
 

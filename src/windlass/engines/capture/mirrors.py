@@ -181,7 +181,8 @@ def _on_devices(
 ) -> Iterator[tuple[Holding, list[Holding]]]:
     """For each device with weights, yield the tensor and the weights on this device. The tensor's own device is first.
 
-    On another device, yield a copy of the tensor with the same strides. Skip a device without memory for two copies.
+    On another device, yield a copy of the tensor with the same strides. Skip a GPU if its free memory is too small for two
+    copies.
     """
     tensor = holding.tensor.detach()
     by_device: dict[torch.device, list[Holding]] = {tensor.device: []}
@@ -212,10 +213,10 @@ def _in_memory_of(part: Part, copy: torch.Tensor, tensor: torch.Tensor) -> Part:
 
 
 def _readings(target: Holding, sources: Sequence[Holding]) -> Iterator[Holding]:
-    """Yield a tensor; if its dtype is an integer, also yield views of its memory with each dtype of the sources and float32.
+    """Yield a tensor. If it is an integer tensor, also yield its memory as floats: an engine may keep floats in bytes.
 
-    An engine may keep floats in a buffer of bytes. For each dtype, yield the memory as a vector, and in the shape of each
-    source with the same number of elements.
+    View the memory as float32, and as each dtype of the sources. For each dtype, yield a vector, and a view in the shape
+    of each source with the same number of elements.
     """
     tensor = _without_expanded_dims(target.tensor)
     yield target if tensor is target.tensor else replace(target, tensor=tensor)
@@ -255,8 +256,8 @@ def _holder(holding: Holding) -> object | None:
 def _rival(holding: Holding, mirror: Mirror, sources: Sequence[Holding]) -> str | None:
     """Return the name of another weight that may be the mirror's source, or None.
 
-    Such a weight has the same values as the source. Its name is at least as similar to the mirror's name as the
-    source's name is.
+    Such a weight has the same values as the source, and shares at least as many leading names with the mirror as the
+    source does.
     """
     if len(mirror.sources) > 1:
         return None

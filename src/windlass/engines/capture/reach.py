@@ -352,7 +352,10 @@ class Signature:
             ]
 
     def _note(self, item: Any, shape: Shape) -> list[Collection[object]]:
-        """Return the contents of an object's containers, which change with the object. Record the contents of other objects."""
+        """Return live views of an object's attributes and items, for `_Group`.
+
+        Python has no live view of the contents of other objects, such as slots; record them in `_others`.
+        """
         found: list[Collection[object]] = []
         if shape.has_dict:
             found.append(vars(item).values())
@@ -626,7 +629,7 @@ class _Walk:
                 self._globals(_globals_of_class(base))
 
     def _functions(self, kind: type) -> None:
-        """Add those functions of a class that have state, such as a decorator's cache in a closure or a default argument."""
+        """Add the functions of a class that have state, for example a decorator's cache in the function's closure."""
         path = f"{kind.__module__}.{kind.__qualname__}"
         for name, value in vars(kind).items():
             function = _function_in(value)
@@ -711,7 +714,7 @@ def _returned(item: Any, form: Form) -> Iterable[object]:
 
 
 def _inside(item: Any) -> Iterable[object]:
-    """Return the values in an object that Python code cannot list by attributes or items, such as a queue or a future."""
+    """Return the values in an object without accessible attributes or items, such as a queue or a future."""
     if isinstance(item, torch.jit.ScriptFunction | torch.jit.ScriptModule):
         return _script_values(item)
     if not isinstance(item, torch.Future):

@@ -188,7 +188,7 @@ class Recompute:
         refuse(missing, "tensors that the engine's loader has not read")
 
     def _received(self, taken: list[str]) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yield a copy of each buffer, which the loader may keep. Add the name of each yielded tensor to `taken`."""
+        """Yield (name, copy) for each buffer, and add each yielded name to `taken`. The loader may keep the copies."""
         for spec, buffer in self.buffers:
             taken.append(spec.name)
             yield spec.name, buffer.clone().reshape(spec.shape)

@@ -278,7 +278,7 @@ def _capture_layout(model: torch.nn.Module, order: Step, rank: int) -> tuple[Cap
 
 
 def has_sessions() -> bool:
-    """Return whether this release unpacks weights before an order and repacks them after; 0.5.16 does not."""
+    """Return whether this release unpacks weights before an order and repacks them after the order; 0.5.16 does not."""
     from sglang.srt.model_loader.loader import DefaultModelLoader
 
     return "restore_weights_before_loading" in vars(DefaultModelLoader)
@@ -373,7 +373,7 @@ def separate_caches() -> None:
 
 
 def _outdate_caches(namespace: str) -> None:
-    """Make later requests use no existing cache entries: set a new namespace, and clear the embedding cache."""
+    """Keep later requests from using existing cache entries: set a new namespace, and clear the embedding cache."""
     this_rank.namespace = namespace
     # The embedding cache has no namespaces. It is in `mm_schedule` in 0.5.23, and in `mm_utils` in 0.5.16.
     for module in ("mm_schedule", "mm_utils"):
@@ -384,7 +384,7 @@ def _outdate_caches(namespace: str) -> None:
 
 
 def _outdate_own_caches() -> None:
-    """Make later requests use no existing cache entries, because sleep frees the memory of the entries.
+    """Keep later requests from using existing cache entries, because sleep frees the memory of the entries.
 
     The new namespace is the old one with a mark added, so that all ranks set the same namespace without a message.
     """

@@ -215,8 +215,8 @@ class SglangApi:
         SGLang's `abort` waits until the server has sent the answer of every running request. If ranks can end requests
         themselves, pause with `retract` instead; `quiesce` then orders the ranks to end the requests at `resume`.
 
-        With pipeline stages, the main loop of SGLang 0.5.23 ignores a pause. Only the mode `abort` stops the loop, because
-        no request is left.
+        With pipeline stages, the main loop of SGLang 0.5.23 ignores a pause. It stops only in the mode `abort`, which leaves
+        no requests.
 
         Raises:
             ConfigError: the engine has pipeline stages, and `mode` is not `abort`.

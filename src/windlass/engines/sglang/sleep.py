@@ -204,7 +204,7 @@ class RankSaver:
     def _refusal(self, in_round: bool, tags: Collection[str]) -> str:
         """Return the reason why this rank must not sleep; an empty string if it may.
 
-        If the weights would be lost, first search for new mirrors (copies of weights) by their values.
+        If the weights would be lost, first search for new mirrors (copies of weights).
         """
         if in_round:
             return "an update runs; ask again after its end"
@@ -287,7 +287,7 @@ def _agreed(updater: Any, refusal: str) -> str:
 def install(
     rank: EngineRank, model: torch.nn.Module, outdate: Callable[[], None], obey: Obey
 ) -> RankSaver | None:
-    """Patch this process's scheduler so that a `RankSaver` carries out its requests to sleep and to wake. Idempotent.
+    """Patch this process's scheduler so that a `RankSaver` carries out requests to sleep and to wake. Idempotent.
 
     The arguments are those of `RankSaver`. Return the saver.
 

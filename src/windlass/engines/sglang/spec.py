@@ -205,8 +205,8 @@ class SglangServer:
         """Return the command of an SGLang server; see `EngineServer`.
 
         Raises:
-            ConfigError: an environment variable contradicts rollouts, trainers cannot quantise weights as the checkpoint
-                declares, or this release of SGLang does not support the number of replicas.
+            ConfigError: an environment variable makes the server unfit for rollouts, trainers cannot quantise weights as
+                the checkpoint declares, or this release of SGLang does not support the number of replicas.
         """
         if is_set(ORIGINAL):
             raise ConfigError(f"{ORIGINAL} must not be set: {SAMPLED}")

@@ -110,7 +110,7 @@ def prepare(args: Any) -> None:
 def refuse_while_held(args: Any) -> None:
     """Add the middleware `Held` to the options of a server that has Windlass's backend and a port.
 
-    Call this only for a server without `Membership`, whose middleware contains the same routes.
+    Call this only for a server without `Membership`, because `Membership` refuses requests in the same way.
     """
     known = vars(args)
     transfer, middleware = known.get("weight_transfer_config"), known.get("middleware")

@@ -33,8 +33,8 @@ Worker = Any
 
 def number_of(worker: Worker) -> int:
     """Return the index of a worker among all ranks of the server: the ranks of earlier replicas come first."""
-    # `world_size` counts the ranks of one replica. `rank` does, too, unless torchrun has started the ranks of several
-    # engines (`external_launcher`); then it counts the ranks of all engines.
+    # `world_size` is the number of ranks of one replica. `rank` is an index in one replica, except if torchrun has started
+    # the ranks of several engines (`external_launcher`): `rank` is then an index among the ranks of all engines.
     parallel = worker.parallel_config
     return int(
         parallel.data_parallel_index * parallel.world_size + worker.rank % parallel.world_size
@@ -228,9 +228,9 @@ class _DirectCopies(TorchFunctionMode):
 
     @contextmanager
     def where_needed(self) -> Iterator[None]:
-        """Enter this mode for the `with` block.
+        """Enter this mode for the `with` block, unless an earlier load made no direct copies.
 
-        If an earlier load made no direct copies, do not enter the mode, which makes a load slower by seconds.
+        The mode makes a load slower by seconds.
         """
         if not self._is_needed:
             yield

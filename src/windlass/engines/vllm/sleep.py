@@ -99,7 +99,7 @@ class WorkerSleep:
         self._sleep(level)
 
     def expect_update(self) -> None:
-        """Prepare to wake the weights for a round that fills them: `wake_up` then copies back only what no update writes.
+        """Prepare `wake_up` for a round that fills the weights: it then copies back only the bytes that no update writes.
 
         Record that the weights are lost. Do nothing at level 2, or if an update cannot fill every value.
         """
