@@ -460,7 +460,7 @@ class Lifecycle:
                 self._resubmit(record)
 
     def _count_failure(self, record: Record, reason: str) -> None:
-        """Count a failure of the rollout, and store its reason in the record and as the newest failure of all rollouts."""
+        """Count a failure of the rollout. Store the reason in its record, and in `newest_failure` for all rollouts."""
         record.failures += 1
         record.last_error = reason
         self.newest_failure = f"rollout {record.task_id}: {reason}"
@@ -492,8 +492,8 @@ class Lifecycle:
     def _accept(self, record: Record, outcome: RolloutOutcome) -> None:
         """Store the outcome of a successful attempt, and count its sample as accepted in the staleness policy.
 
-        Deliver a single rollout. Buffer a rollout of a group, write it to the journal, and mark the group as ready if
-        the group is now complete.
+        If the rollout was submitted without a group, deliver it. Otherwise write it to the journal, buffer it, and mark
+        its group as ready if the group is now complete.
         """
         self._policy.accept()
         self.failed_alike = 0
@@ -526,10 +526,10 @@ class Lifecycle:
             self.ready.set()
 
     def _resubmit(self, record: Record) -> None:
-        """Discard the answer and move the rollout to the front of the WAITING queue.
+        """Discard the answer, and move the rollout to the front of the WAITING queue. Record this in the journal.
 
-        The group is then no longer ready, the staleness policy no longer counts the rollout as running, and the deadline of
-        the rollout stops. Record this in the journal. The controller then assigns waiting rollouts.
+        The group is then no longer ready. The staleness policy no longer counts the rollout as running. The timer of the
+        rollout's overall deadline is cancelled.
         """
         self.table.ready.pop(record.group.group_id, None)
         if record.admitted:
@@ -661,7 +661,7 @@ class Lifecycle:
         return delivered
 
     def _deliver_single(self, group: Group) -> None:
-        """End a single rollout, and set the result of its handle."""
+        """End a rollout that was submitted without a group, and set the result of its handle."""
         (rollout,) = self._rollouts(group)
         if not group.future.done():
             group.future.set_result(rollout)

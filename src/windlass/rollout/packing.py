@@ -55,7 +55,7 @@ class Pack:
         return int(self.loss_mask.sum())
 
     def to_torch(self, device: str = "cpu") -> Any:
-        """Return the same pack with torch tensors on a device in place of arrays."""
+        """Return the pack with every array as a torch tensor on `device`."""
         torch = importlib.import_module("torch")
         moved: dict[str, Any] = {
             field.name: torch.from_numpy(value).to(device)
@@ -158,7 +158,9 @@ def _ranks(packs: Sequence[Pack], num_ranks: int) -> list[list[int]]:
 
 
 def _kinds(samples: Sequence[TrainingSample]) -> dict[str, tuple[Array, SampleTensor]]:
-    """Return name -> (empty array of the tensor's dtype and shape per token, first tensor) of each per-token tensor.
+    """Map the name of each per-token tensor to an empty array and to the first tensor with this name.
+
+    The array has the tensor's dtype and its shape per token.
 
     Raises:
         ConfigError: the dtype or the shape per token differs between samples, or NumPy does not have the dtype.

@@ -274,7 +274,7 @@ class RemoteWorker(Worker, Session[WriteTensors, TensorsWritten]):
 
     def note_received(self, received: int) -> None:
         """Drop the kept batches up to number `received`, because the worker has received them. Wake a waiting sender."""
-        # The sender waits while the worker has not confirmed `2 * MAX_UNSAID` batches.
+        # The sender waits while `2 * MAX_UNSAID` or more batches are unconfirmed.
         if len(self._sent) >= 2 * MAX_UNSAID:
             self._work.set()
         while (number := next(iter(self._sent), received + 1)) <= received:
@@ -289,8 +289,8 @@ class RemoteWorker(Worker, Session[WriteTensors, TensorsWritten]):
         """
         self.note_received(hello.received)
         wanted = {AttemptKey(*item) for item in self.assigned.items()}
-        # A worker has unassigned attempts if an earlier controller process ended before that process sent their
-        # cancellation, or before it wrote the assignments to the journal.
+        # The worker may have unassigned attempts from an earlier controller process: that process ended before it sent
+        # the cancellations, or before it wrote the assignments to the journal.
         self._cancelled += set(hello.attempts) - wanted
         if self._cancelled:
             self._work.set()
@@ -300,7 +300,7 @@ class RemoteWorker(Worker, Session[WriteTensors, TensorsWritten]):
         return [key for key in unknown if key.task_id not in coming]
 
     async def attach(self, socket: web.WebSocketResponse) -> None:
-        """Use a new connection of the worker process, and send the batches again that the worker has not received."""
+        """Use a new connection of the worker process. Send all batches again that the worker has not confirmed."""
         self._socket, self.was_cut = socket, False
         for batch in list(self._sent.values()):
             await self.send(batch)
@@ -336,7 +336,7 @@ class RemoteWorker(Worker, Session[WriteTensors, TensorsWritten]):
         while True:
             await self._work.wait()
             if (early_s := may_send_at - clock()) > 0:
-                # A full batch cannot take more tasks, so only let other coroutines run before it is sent.
+                # A full batch cannot take more tasks, so do not wait for more. `sleep(0)` lets other coroutines run.
                 is_full = len(self._outbox) >= MAX_TASKS_PER_BATCH
                 await asyncio.sleep(0 if is_full else early_s)
             self._work.clear()
@@ -546,7 +546,7 @@ class WorkerPool:
         """Register the worker that sent a connection's first frame. Return the worker and its welcome.
 
         Raises:
-            ProtocolError: the frame is not a Hello, or `register` raises the error.
+            ProtocolError: the frame is not a Hello; see also `register`.
             OwnerClosed: see `register`.
         """
         if not isinstance(first, WorkerHello):

@@ -120,8 +120,8 @@ class RewardServer:
     def _batches(self, sizes: Sequence[int]) -> list[tuple[int, int]]:
         """Divide rollouts of these sizes into batches. Return the index range [first, last) of each batch.
 
-        A batch keeps the limits on its number of rollouts and its bytes. Only a batch of one rollout may have more
-        bytes.
+        A batch has at most `batch_size` rollouts and `max_request_nbytes` bytes. A rollout with more bytes gets a batch of
+        its own, which `_score` refuses.
         """
         batches, first, nbytes = [], 0, 0
         for number, size in enumerate(sizes):
@@ -171,9 +171,9 @@ class RewardServer:
     async def _request(
         self, http: aiohttp.ClientSession, body: bytes, num_rollouts: int
     ) -> tuple[float | _Unscored, ...]:
-        """Send one batch, and repeat the request after a connection error or a passing HTTP status.
+        """Send one batch, and return the `num_rollouts` rewards of the first answer with a status of 2xx.
 
-        Return the `num_rollouts` rewards of the first answer with a status of 2xx.
+        Repeat the request after a connection error, a status of 5xx, or a status of `PASSING_4XX`.
 
         Raises:
             RewardError: the server refused the request, sent an invalid answer, or sent no rewards within `deadline_s`.
@@ -234,7 +234,7 @@ def _rewards_in(answer: bytes, num_rollouts: int) -> tuple[float | _Unscored, ..
 
 
 def _encoded(rollout: Rollout) -> bytes:
-    """Return a rollout as JSON; raise `ConfigError` if its metadata or value cannot be JSON."""
+    """Return a rollout as JSON; raise `ConfigError` if its `metadata` or its `value` cannot be encoded."""
     try:
         return msgspec.json.encode(rollout, enc_hook=plain_value)
     except (TypeError, ValueError, OverflowError, RecursionError) as error:

@@ -187,7 +187,7 @@ class RewardProcess:
 
         Raises:
             RewardError: the function raised, or the process ended or did not answer within `deadline_s`.
-            ConfigError: the rollout's metadata or value is not msgpack-plain.
+            ConfigError: the rollout's `metadata` or its `value` is not msgpack-plain.
         """
         try:
             encoded = msgspec.msgpack.encode(rollout, enc_hook=plain_value)
@@ -299,7 +299,7 @@ class _OutOfMemoryError(RewardError):
 
 
 def _status(returncode: int) -> str:
-    """Return the exit status of a process as text, with the name of a signal."""
+    """Return the exit status of a process, or the name of the signal that ended the process."""
     if returncode >= 0:
         return f"exit status {returncode}"
     try:

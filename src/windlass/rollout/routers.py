@@ -47,7 +47,7 @@ class _Fleet(msgspec.Struct, frozen=True):
 
 
 async def _tell_webhook(http: aiohttp.ClientSession, url: str, fleet: _Fleet) -> bool:
-    """Post the fleet as JSON. Return True after an HTTP status of 200 to 299; raise `ProtocolError` after another."""
+    """Post the fleet as JSON and return True. Raise `ProtocolError` unless the HTTP status is 200 to 299."""
     body = msgspec.json.encode(
         {
             "published_version": fleet.published_version,
@@ -82,8 +82,8 @@ class _Workers(msgspec.Struct):
 async def _tell_workers(http: aiohttp.ClientSession, url: str, fleet: _Fleet) -> bool:
     """Correct the router's list of workers at `/workers`; return whether the list was correct already.
 
-    Workers that are not engines of this fleet stay unchanged. Routes of sglang-router 0.3 (SGLang's model
-    gateway) and vllm-router 0.1: GET lists workers, POST `{"url": ...}` adds a worker, and DELETE takes the
+    Workers that are not engines of this fleet stay unchanged. sglang-router 0.3 (SGLang's model gateway) and
+    vllm-router 0.1 have the same routes: GET lists workers, POST `{"url": ...}` adds a worker, and DELETE takes the
     worker's id, or its quoted URL if the worker has no id. vllm-router adds a worker before it answers;
     sglang-router answers 202, asks the engine and then adds the worker.
 

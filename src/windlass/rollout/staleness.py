@@ -136,7 +136,8 @@ class StalenessPolicy:
     def count_from(self, version: int) -> None:
         """Count batches from `version`, because the trainer publishes `version` without a training step.
 
-        At this version, the first bound allows `max_staleness` + 1 batches in addition to the consumed samples.
+        At this version, the bound that depends on the version allows `max_staleness` + 1 batches in addition to the
+        consumed samples.
         """
         self.start_version, self.start_consumed = version, self.consumed
 

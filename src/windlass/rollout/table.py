@@ -258,10 +258,10 @@ class Record(msgspec.Struct, eq=False):
         return AttemptKey(self.task_id, self.attempt)
 
     def sampling(self) -> SamplingParams:
-        """Return the sampling parameters of the next attempt. With a seed, each sample of a group has its own seed.
+        """Return the sampling parameters of the next attempt.
 
-        A new answer in place of a rejected or too old answer has another seed, because the same seed could give the same
-        answer again.
+        If the submitter set a seed, each sample of a group gets a different seed. The seed also changes after an answer
+        was rejected or too old, because the same seed could give the same answer again.
         """
         num_rollouts = self.group.size.num_rollouts
         return self.work.sampling.seeded(

@@ -214,9 +214,10 @@ class RolloutWorker(Client[WriteTensors, TensorsWritten, WorkerWelcome | TaskBat
     # --- net.rpc_client.Client -----------------------------------------------------------------
 
     def hello(self) -> WorkerHello:
-        """Return the first frame of a connection: it has all running attempts and all attempts with unacknowledged outcomes.
+        """Return the first frame of a connection; see `Client`.
 
-        Record that all received task batches are reported, because the frame reports them; see `Client`.
+        The frame names all running attempts and all attempts with unacknowledged outcomes. It also reports all received
+        task batches, so record these batches as reported.
         """
         self._said = self._received
         there = [*self._attempts.running, *(key for key, _ in self._kept.values())]

@@ -146,10 +146,10 @@ class WorkflowContext:
     def chat_endpoint(
         self, *, request_sampling: bool = False
     ) -> AbstractAsyncContextManager[ChatSession]:
-        """Open an endpoint of OpenAI's API for an agent, for the block of an `async with`.
+        """Open an endpoint with OpenAI's API for an agent. The endpoint is open inside the `async with` block.
 
-        Each answer that the endpoint gives to the session's key is a turn of this attempt. If a request fails in a way
-        that ends the attempt, the block is cancelled, and the `async with` raises the error.
+        Each answer to a request with the session's key is a turn of this attempt. If a request fails in a way that ends
+        the attempt, the block is cancelled, and the `async with` raises the error.
 
         Args:
             request_sampling: whether requests may set seed, temperature, `top_p`, `top_k`, `min_p`, penalties and
@@ -205,8 +205,8 @@ class WorkflowContext:
         """Generate an answer to messages, and return the `Turn` with the answer's `text`.
 
         If the messages begin with the messages of an earlier call and its answer, the prompt begins with the tokens of
-        that call. These tokens are not made again from text, and both calls belong to one sample. Other messages begin a
-        branch. Messages also begin a branch if the chat template renders the earlier answer in another way than before.
+        that call. These tokens are not made again from text, and both calls belong to one sample. In all other cases, this
+        call begins a branch. It also begins a branch if the chat template now renders the earlier answer differently.
         `chat_endpoint` has the same rule, see `Conversations`.
 
         Args:

@@ -83,9 +83,9 @@ class FaultyTransport(WrappedTransport):
             return self._num_writes
 
     def write(self, batch: WriteBatch, *, deadline_s: float) -> None:
-        """Write like `inner`, but inject the fault that `faults` has for the number of this write.
+        """Write like `inner`, but inject the fault that `faults` maps the number of this write to.
 
-        If the fault is for another endpoint, write without a fault. A later write does not get this fault.
+        If the fault is for another endpoint, write without a fault. No later write gets this fault.
         """
         with self._lock:
             number = self._num_writes
