@@ -233,7 +233,9 @@ class RolloutCallback(Closing):
         return self._start(ReadFiles(folder), deadline_s)
 
     def update_weights(self, version: int, *, deadline_s: float | None = None) -> PendingUpdate:
-        """Publish with `TrainerClient.publish(wait=False)` instead of broadcasts; `pause_generation` is not needed.
+        """Publish the weights as `version` with `TrainerClient.publish(wait=False)`.
+
+        The caller then needs no broadcast and no `pause_generation`.
 
         Raises:
             ConfigError: this object has no `client`; see also `TrainerClient.publish`.

@@ -199,8 +199,8 @@ class TrainerClient(Closing):
         Collective: every trainer rank must call this with the same version.
 
         First wait until this rank's previous round has ended. Return before the weights are sent. The weights must not
-        change until the controller's round has ended. With a replica, they must not change until all ranks have reported
-        that they have copied their weights.
+        change until the controller's round has ended. With a replica, the weights may change as soon as all ranks have
+        reported that they copied their weights.
 
         Raises:
             ConfigError: `version` is not an integer >= 0, or a `publish` of this rank has not ended.

@@ -58,7 +58,7 @@ def captured_export(
     required: Collection[str],
     deadline_s: float,
 ) -> dict[str, Placed]:
-    """Return for each local tensor the boxes of checkpoint tensors to which `export` copies its elements. Collective.
+    """Return the boxes of checkpoint tensors to which `export` copies the elements of each local tensor. Collective.
 
     The exporter may gather, split, join, permute, transpose, repeat and cast elements, and may leave out padding. The
     call needs memory for a second copy of `tensors`, 8 bytes for each row of the exported tensors, and the memory that
@@ -228,7 +228,7 @@ def _num_unused(tensor: torch.Tensor, shards: Iterable[PlacedShard]) -> int:
 
 
 def _codes_of(tensors: Mapping[str, torch.Tensor], peers: _Peers) -> tuple[Codes, range]:
-    """Return codes that number all elements on all ranks, and the range of this rank's tensors in `Codes.specs`."""
+    """Return codes for the elements of all ranks, and the range of this rank's tensors in `Codes.specs`."""
     own = [
         CheckpointSpec(name, tuple(tensor.shape), dtype_of(name, tensor))
         for name, tensor in tensors.items()

@@ -184,8 +184,8 @@ def describe_trainer(
 def _harmless(tensors: Sequence[HeldTensor], manifest: ShardManifest) -> tuple[str, ...]:
     """Return the checkpoint names, as patterns, of tensors that engines need not have.
 
-    These are buffers, and parameters that share memory with another parameter (tied weights): an engine may have only
-    one of these parameters.
+    These are buffers, and parameters that share memory with another parameter (tied weights), because some engines have
+    just one of these parameters.
     """
     memory: dict[tuple[object, ...], str] = {}
     spared: set[str] = set()

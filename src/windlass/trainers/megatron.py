@@ -233,7 +233,7 @@ def _placed(
     ignore: Sequence[str],
     deadline_s: float,
 ) -> dict[str, Placed]:
-    """Return the boxes of checkpoint tensors in each tensor of `held_here`: name -> boxes.
+    """Map the name of each tensor of `held_here` to the boxes of checkpoint tensors that the tensor contains.
 
     The boxes come from the exporter. They come from the naming table `family` instead if there is no exporter, or if the
     exporter computes values or leaves out a parameter.

@@ -26,7 +26,7 @@ def group_relative(
 
     Args:
         rewards: one reward per sample (S).
-        groups: number of the group of each sample (S); groups may differ in size.
+        groups: id of each sample's group (S); groups may differ in size.
         scale: whether to divide by the standard deviation.
         epsilon: number added to the standard deviation.
     """
@@ -95,7 +95,7 @@ def generalized_advantages(
 
     Args:
         rewards: rewards of tokens (B, T); ignored where the mask is 0.
-        values: values of the critic before each token (B, T).
+        values: value that the critic predicts before each token (B, T).
         mask: mask (B, T).
         gamma: discount per generated token.
         lam: lambda of GAE; 1 for Monte Carlo returns.

@@ -67,7 +67,7 @@ def with_advantages(
 
 
 def _of_groups(rewards: torch.Tensor, groups: torch.Tensor, kind: Advantage) -> torch.Tensor:
-    """Return the advantages of `kind` within groups. For REINFORCE++, return rewards, which are normalised later."""
+    """Return the advantages of `kind` within groups. `_over_tokens` still normalises the values of REINFORCE++."""
     match kind:
         case Advantage.GRPO:
             return group_relative(rewards, groups)
@@ -108,7 +108,7 @@ class TokenBatch:
         targets: next tokens.
         mask: 1.0 where the next token is trained, else 0.0.
         rollout_logprobs, advantages: values of the next tokens; 0.0 where `mask` is 0.
-        sequences: number of the sample of each position, for the functions of `windlass.training.losses`.
+        sequences: index of the sample at each position, for the functions of `windlass.training.losses`.
     """
 
     input_ids: torch.Tensor

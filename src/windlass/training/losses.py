@@ -1,7 +1,7 @@
 """Policy losses of padded or packed tokens.
 
 All tensors with tokens have one shape: (B, T) if each row is a padded sequence, or any shape with `sequences`, the
-number of each token's sequence, if several sequences are packed into a row. `mask` is 1 for tokens that the model
+index of each token's sequence, if several sequences are packed into a row. `mask` is 1 for tokens that the model
 generated and 0 for prompts, padding, and tokens of tools or users.
 """
 
@@ -134,7 +134,7 @@ def token_mean(
         mask: mask of tokens.
         mean: kind of the mean.
         constant: divisor of `TokenMean.CONSTANT`, for example the largest number of tokens in an answer.
-        sequences: number of each token's sequence; None if each row is a sequence.
+        sequences: index of each token's sequence; None if each row is a sequence.
     """
     masked = values * mask
     if mean is TokenMean.TOKENS:
@@ -178,7 +178,7 @@ def policy_loss(
         rollout_logprobs: log-probabilities of the tokens in the engine; any finite number where `mask` is 0.
         advantages: advantages of the tokens.
         mask: mask of the tokens.
-        sequences: number of each token's sequence; None if each row is a sequence.
+        sequences: index of each token's sequence; None if each row is a sequence.
         reference: log-probabilities of the tokens in the reference model; None if `kl_coefficient` is 0.
 
     Raises:
