@@ -101,9 +101,9 @@ class Arena(Closing):
     def close(self) -> None:
         """Unregister and free the memory. Idempotent.
 
-        No peer may write to the memory after this call. The transport must still be open. If this process still writes
-        from the memory, the transport frees it after that write. Existing views of `bytes` stay readable, unless the
-        transport allocated the memory.
+        No peer may write to the memory after this call. The transport must still be open. If a write of this process
+        still reads the memory, the transport frees the memory after that write. Existing views of `bytes` stay readable,
+        unless the transport allocated the memory.
         """
         buffer, self._buffer = self._buffer, None
         if buffer is not None:

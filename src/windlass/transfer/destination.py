@@ -239,7 +239,7 @@ class Destination:
         return tuple(sorted(s for s, digest in expected.items() if found.get(s) != digest))
 
     def apply(self) -> None:
-        """Copy the bytes in shadow copy and staging memory to the live parameters, and wait for the end. Idempotent.
+        """Copy the bytes in shadow copy and staging memory to the live parameters, and wait for these copies. Idempotent.
 
         Raises:
             TransferOutcomeUnknown: GPU kernels did not end within `OWN_WORK_S`.
@@ -251,7 +251,7 @@ class Destination:
     def close(self) -> None:
         """Free the shadow copy and the staging memory. No peer may write after this call. Idempotent.
 
-        Memory that late kernels may still use stays allocated.
+        If late kernels may still use some of this memory, it stays allocated.
         """
         self._unbind()
         if self._shadow is not None:
@@ -282,11 +282,9 @@ class Destination:
         return self._staging.address
 
     def _unbind(self) -> None:
-        """Drop all links, and free the digests and copies that `bind` prepared.
+        """Drop all links, and free the digests and copies that `bind` prepared. Their kernels must have ended.
 
-        Call this after their kernels have ended.
-
-        Keep the shadow copy and the staging memory.
+        The shadow copy and the staging memory stay allocated.
         """
         if self.digests is not None:
             self.digests.close()

@@ -109,7 +109,7 @@ def _is_off_mesh(tensor: torch.Tensor) -> bool:
 
 
 def _box_of(name: str, tensor: DTensor, *, by_fsdp: bool) -> Box:
-    """Return this rank's box of a DTensor, computed by making the cuts of the mesh axes in their order.
+    """Return this rank's box of a DTensor: begin with the whole tensor, and cut it along one mesh axis after another.
 
     Raises:
         UnsupportedLayout: see `local_shard`.
@@ -128,8 +128,8 @@ def _box_of(name: str, tensor: DTensor, *, by_fsdp: bool) -> Box:
     for dim, axes in cuts.items():
         for axis in axes:
             rank, parts = mesh.get_local_rank(axis), mesh.size(axis)
-            # torch gives a rank the part whose number is the rank's group rank. But for the next cut, torch uses the size
-            # of the part whose number is the rank's mesh position. Both parts have the same size if the cut is even.
+            # torch selects a rank's part by the rank in the process group. But for the next cut, torch uses the size of the
+            # part that it selects by the rank's position in the mesh. If the cut is even, both parts have the same size.
             is_by_fsdp = by_fsdp and axis == axes[-1]
             is_turned = rank != places[axis]
             if len(axes) > 1 and not is_by_fsdp and is_turned and sizes[dim] % parts:
@@ -528,8 +528,8 @@ def _converted(
     known = names_in(model) if by_name else None
     chosen = [i for i, part in enumerate(parts) if known is None or part.name in known]
     at = {index: place for place, index in enumerate(chosen)}
-    # `name_map` may have renamed only the first name of a tied weight. The part with this name, the owner of the other
-    # parts, is then not in `chosen`, so each of the other parts counts as its own owner.
+    # If `name_map` has renamed only the first name of a tied weight, the part with this name (the owner) is not in
+    # `chosen`. Each other part of the weight is then its own owner.
     owners = [at.get(owner[index], place) for place, index in enumerate(chosen)]
     return dict(zip(chosen, saved_parts(model, [parts[i] for i in chosen], owners), strict=True))
 
@@ -727,9 +727,9 @@ class LiveTensors:
     def changed(self) -> str:
         """Return the name of the first tensor that has changed since the last `locate` or `watch`, or an empty text.
 
-        A tensor has changed if it has moved or if torch has counted a write to it. torch counts writes of its
-        operators. It does not count writes through `Tensor.data`, writes by numpy, and writes by kernels of other
-        libraries. Of these writes, this method detects only merging and unmerging of PEFT adapters.
+        A tensor has changed if it has moved or if torch has counted a write to it. torch counts only writes of its
+        operators: not writes through `Tensor.data`, by numpy, or by kernels of other libraries. Of the uncounted writes,
+        this method detects only merging and unmerging of PEFT adapters.
         """
         with self._lock:
             if not self._watched.tensors:

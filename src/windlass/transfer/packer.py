@@ -217,8 +217,8 @@ class Packer:
     def ring(self, program: LinkProgram, peer: Peer) -> Iterator[WriteBatch]:
         """Yield the writes of a link, and pack its payload in turns into the two halves of the arena.
 
-        When the caller requests the next batch, the writes of the last batch may still run, but all earlier batches must
-        have been written: the request may pack another turn into the half of the arena that earlier batches used.
+        A request for the next batch may pack bytes into the half of the arena that older batches used. So when the caller
+        requests a batch, the writes of the newest batch may still run, but the writes of all older batches must have ended.
         This method computes no digest; `hash_links` computes the digest of the link.
         """
         self.memory.settle(OWN_WORK_S)

@@ -70,8 +70,8 @@ class Payload(DirectRuns):
 def payload_of(program: LinkProgram, chunk_nbytes: int) -> Payload:
     """Return the pieces of a link. A piece has at most `chunk_nbytes` bytes.
 
-    The chunk of a piece is the piece's byte offset in the payload, divided by `chunk_nbytes` and rounded down. So a
-    chunk has at most about twice `chunk_nbytes` bytes.
+    To find the chunk of a piece, divide the byte offset of the piece in the payload by `chunk_nbytes`, and round down. The
+    last piece of a chunk may cross the chunk's end, so a chunk has less than twice `chunk_nbytes` bytes.
     """
     ops = program.ops
     packed = np.array([not op.is_direct for op in ops], np.bool_)

@@ -208,7 +208,8 @@ class Receiver:
     def close(self) -> None:
         """Free everything that `connect` has allocated. No peer may write after this call. Idempotent.
 
-        Memory that late kernels may still use stays allocated until the process ends. `connect` may be called again.
+        If late kernels may still use some of this memory, it stays allocated until the process ends. The caller may call
+        `connect` again.
         """
         with self._lock:
             if self.progress is not None:

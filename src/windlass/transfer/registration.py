@@ -153,10 +153,10 @@ def _met_by(span: Span, ordered: Sequence[Span]) -> Sequence[Span]:
 
 
 def _serves(registered: Span, around: Span | None, wanted: Span) -> bool:
-    """Return whether a registration can stay in place of a new registration of `wanted`.
+    """Return whether the existing registration makes a new registration of `wanted` unnecessary.
 
-    This is true if the two ranges are equal. It is also true if `registered` contains `wanted` and is inside the
-    allocation `around` that contains `wanted`, because that allocation is freed as a whole.
+    This is true if the two ranges are equal. It is also true if `registered` contains `wanted`, and the allocation
+    `around` of `wanted` contains `registered`: no part of an allocation is freed before the others.
     """
     within = around is not None and _holds(around, registered)
     return registered == wanted or (within and _holds(registered, wanted))

@@ -625,7 +625,7 @@ class GroupWrite:
         round_id: RoundId,
         deadline: Deadline,
     ) -> Carried:
-        """Write to the member `root` the chunks of all stripes that have this root, and wait for the end of the writes.
+        """Write the chunks of all stripes with the root `root` to this member, and wait for the end of the writes.
 
         If the link is not packed, send only `End`. If no stripe of this root has a chunk, do nothing.
 

@@ -252,7 +252,7 @@ class Replica:
         if not len(self._indices):
             return read
         if not self.slot.address:
-            # The memory was abandoned, and the allocation of new memory failed. Try again.
+            # After the memory was abandoned, the allocation of new memory may have failed. Try again.
             self._fit(self._used)
             if not self.slot.address:
                 # All parameters are empty.

@@ -99,7 +99,7 @@ class ReplicatedDigests:
 
         Args:
             turn: number of earlier comparisons.
-            period: number of turns that compare every piece once; see `due_pieces`.
+            period: number of turns in which every piece is compared once; see `due_pieces`.
 
         Returns:
             (n,) array of dtype `DIGESTED` with one row per box that has pieces in this turn.

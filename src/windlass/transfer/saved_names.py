@@ -308,7 +308,7 @@ def _sliced(
     end: int | None = None,
     step: int = 1,
 ) -> _Watched:
-    """Return the tensor of every `step`-th index from `start` to `end` of dim `dim`, with its pieces cut to match."""
+    """Slice dim `dim` from `start` to `end` in steps of `step`, and cut the pieces in the same way."""
     dim %= tensor.dim()
     taken = range(tensor.shape[dim])[slice(start, end, step)]
 

@@ -146,7 +146,7 @@ class Sender:
         if self.replica is not None:
             with self._lock:
                 self.replica.end()
-                # Drop the packed payloads, because the weights may have changed while they were packed.
+                # Drop the packed payloads, because the weights may have changed during the packing.
                 self._forget()
 
     def connect(
@@ -246,9 +246,9 @@ class Sender:
 
         The writes begin in the order of `destinations`. Trainer ranks with the same destinations should use different
         orders; see `windlass.planning.order`. If a link is written again, it is packed again first, because the arena
-        may have been overwritten or damaged; its digest must be the same as in `prepare`. With a replica, nothing is
-        packed again. If the deadline passes before a link begins, the link is FAILED and not UNKNOWN, because none of
-        its bytes was sent.
+        may have been overwritten or damaged; its digest must be the same as in `prepare`. With a replica, no link is
+        packed again, because the weights may have changed. If the deadline passes before the write of a link begins, the
+        link is FAILED and not UNKNOWN, because none of its bytes was sent.
 
         Args:
             version: number of the version that `prepare` has prepared.
@@ -370,7 +370,7 @@ class Sender:
         return self.packer.batches_of(peer, program, packed.pack)
 
     def _pack_again(self, names: Iterable[str]) -> dict[str, LinkOutcome]:
-        """Pack links again before they are written again. Do nothing with a replica.
+        """Pack links again before they are written again. With a replica, do nothing: the weights may have changed.
 
         Returns:
             Destination -> FAILED outcome, for each link whose digest now differs from its digest in `prepare`.

@@ -181,7 +181,7 @@ class SenderBinding:
         return True
 
     def close(self) -> None:
-        """Unregister and free the memory. Idempotent. Abandon memory that late writes or kernels may still read."""
+        """Unregister and free the memory, but abandon memory that late writes or kernels may still read. Idempotent."""
         if self.stores is not None:
             self.stores.close()
         self.settle_doubt(renew=False)

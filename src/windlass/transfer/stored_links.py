@@ -304,8 +304,7 @@ class StoredLinks:
 
         Args:
             name: the destination.
-            gone: text that says that the destination's process has ended; empty if the process was running before the
-                stores.
+            gone: result of `_is_gone` before the stores.
             late: reason why it is unknown whether the stores have ended; empty if the stores have ended.
             wire_s: seconds of the stores.
         """

@@ -325,8 +325,9 @@ def _originals(module: torch.nn.Module) -> Iterator[tuple[int, str]]:
         if isinstance(chains, torch.nn.ModuleDict):
             for attribute, chain in chains.items():
                 yield from ((id(tensor), attribute) for tensor in chain.parameters())
-        # Pruning and the older weight_norm and spectral_norm are forward hooks. Before the first forward pass, the
-        # computed attribute may share the memory of its original.
+        # Pruning and the older weight_norm and spectral_norm are hooks before the forward pass. Find them here, because
+        # `_computes` compares memory, and the computed attribute may share the memory of its original until the first
+        # forward pass.
         for hook in child._forward_pre_hooks.values():
             if type(hook).__module__.startswith("torch.nn.utils."):
                 attribute = str(vars(hook).get("name") or vars(hook).get("_tensor_name"))
