@@ -125,7 +125,7 @@ class JournalFile(Generic[EntryT]):
         """Wait until all lines that `write` has written are on disk. May be called from another thread.
 
         Raises:
-            OSError: the sync failed, so lines may be lost; sets `is_doubtful`.
+            OSError: the sync failed, so lines may be lost. `is_doubtful` is then True.
         """
         try:
             if self._moved:
@@ -224,7 +224,7 @@ def _check_is(path: Path, opened: os.stat_result) -> None:
 
 
 def add_checksum(entry: bytes) -> bytes:
-    """Return the line for an entry: the JSON object `entry`, with its checksum as additional last member, and a newline.
+    """Return the line for an entry: the JSON object `entry` with its checksum as an additional last member, and a newline.
 
     The object must have at least one member.
     """

@@ -58,7 +58,10 @@ class RateLimit(logging.Filter):
         self._began_s, self._num_seen = -math.inf, 0
 
     def filter(self, record: logging.LogRecord) -> bool:
-        """Count a record, and return whether to log it. The first record of a period also tells how many were dropped."""
+        """Count a record, and return whether to log it.
+
+        The first record of a period also contains the number of records that were dropped in the period before.
+        """
         now_s = time.monotonic()
         left_out = 0
         if now_s - self._began_s >= LOG_PERIOD_S:

@@ -105,7 +105,7 @@ class LineLimit:
         return num_held + 1 if is_due else 0
 
     def count_error(self, error: BaseException) -> int:
-        """Count an exception like a log line; exceptions are of one kind if type and line of code are the same."""
+        """Count an exception as `count` does. Exceptions of one type that come from one line of code are of one kind."""
         frames = traceback.extract_tb(error.__traceback__)
         where = f"{frames[-1].filename}:{frames[-1].lineno}" if frames else ""
         return self.count(f"{type(error).__name__} {where}")
@@ -183,7 +183,7 @@ class _StderrHandler(logging.StreamHandler[TextIO]):
 
 
 def _wrapped(line: str, columns: int) -> str:
-    """Break `line` between words into rows of at most `columns` characters. Only a single longer word exceeds this."""
+    """Break `line` between words into rows of at most `columns` characters. A longer word gets a row of its own."""
     if len(line) <= columns:
         return line
     return textwrap.fill(
@@ -195,8 +195,8 @@ def configure_logging(process: str) -> None:
     """Log to stderr.
 
     WINDLASS_LOG sets the format (`text` or `json`, default `text`). WINDLASS_LOG_LEVEL sets the level of the loggers of
-    Windlass (default `INFO`); other loggers get `WARNING`. Every line contains the text `process`. The entry point of
-    each process calls this function. If the root logger already has a handler, only Windlass's level is set.
+    Windlass (default `INFO`); other loggers get `WARNING`. Every line contains `process`, the name of the process.
+    The entry point of each process calls this function. If the root logger already has a handler, only Windlass's level is set.
 
     Raises:
         ConfigError: a variable has an unknown value.

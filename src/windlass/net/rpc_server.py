@@ -123,7 +123,7 @@ async def serve(
         # process may still run.
         ended = not (session.was_cut or isinstance(socket.exception(), TimeoutError))
     except MustWait as error:
-        # Do not log a warning here. If the reason is an error, `Owner.admit` has logged one.
+        # This refusal needs no warning in the log. If its reason is an error, `Owner.admit` has logged this error.
         reason = str(error)
         level = logging.DEBUG if isinstance(error, OwnerClosed) else logging.INFO
         await _refuse(socket, reason, final=False, level=level)

@@ -161,7 +161,8 @@ class ControlServer:
     async def _authenticate(self, request: web.Request, handler: Handler) -> web.StreamResponse:
         """Call the route's handler if the request has a token whose role may call the route; else answer 401, 403 or 503.
 
-        Before the call, admit the connection (see `Listener.admit`), and set `CALLER` to the role.
+        Before the call, admit the connection (see `Listener.admit`), and set `CALLER` to the role. A GET request for a
+        public route needs no token.
         """
         if request.method == "GET" and request.path in self._public:
             return await handler(request)
@@ -195,7 +196,7 @@ async def _hide_software(_request: web.Request, response: web.StreamResponse) ->
 
 
 async def _end_sockets(app: web.Application) -> None:
-    """Close every open WebSocket of the application, also those whose peer is not admitted yet.
+    """Close every open WebSocket of the application, including WebSockets of peers that are not admitted yet.
 
     The application calls this when the server closes. Otherwise, an agent that connects at this time would stay connected.
     """

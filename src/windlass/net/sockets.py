@@ -123,7 +123,7 @@ async def _send_part(websocket: WebSocket, part: bytes, cutter: _Cutter) -> None
 def _within(
     cutter: _Cutter, sending: Coroutine[object, object, None]
 ) -> Generator[object, object, None]:
-    """Await the coroutine `sending`. Start the timer of `cutter` only if the send has to wait; small frames rarely do."""
+    """Await the coroutine `sending`. Start the timer of `cutter` only if the send has to wait, which is rare for small frames."""
     with contextlib.suppress(StopIteration):
         waits_for = sending.send(None)
         with cutter:
@@ -200,7 +200,7 @@ class PartJoiner:
 
 
 def raise_file_limit() -> int:
-    """Raise this process's soft limit of open files to the hard limit. Return the hard limit; no limit is `sys.maxsize`.
+    """Raise this process's soft limit of open files to the hard limit. Return this limit; `sys.maxsize` if there is none.
 
     The usual soft limit of 1024 exists for programs that use `select`; a fleet may need more files.
     """

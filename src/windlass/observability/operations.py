@@ -121,7 +121,7 @@ class Operations:
         return asyncio.get_running_loop().time() - self._started_at
 
     def overview(self) -> dict[str, Any]:
-        """Return the answer of `/v1/overview`. Every event has the same content."""
+        """Return the answer of `/v1/overview`. The events of `/v1/events` have the same fields."""
         stats, now_s = self._rollouts.stats(), self._now_s()
         self._add_point(now_s, stats)
         return {

@@ -168,7 +168,8 @@ def intersect_boxes(
 ) -> Pieces:
     """Return the non-empty intersections of boxes a (the atoms) with boxes b, sorted by (b, a).
 
-    All arguments are (n, MAX_DIMS). In the result, `atom` is an index into `a_offsets`, and `box` is one into `b_offsets`.
+    All arguments are (n, MAX_DIMS). In the result, `atom` has indices into `a_offsets`, and `box` has indices into
+    `b_offsets`.
     """
     parts: list[Pieces] = []
     step = max(1, _CHUNK_PAIRS // max(1, len(a_offsets)))
@@ -225,7 +226,7 @@ def find_holders(
         boxes: boxes of `table`.
         atoms: atoms of each pattern of `boxes`.
         table: rows of the sources.
-        one_per_rank: True to return only the first row of each rank that contains the atom.
+        one_per_rank: True to return at most one row per atom and rank: the first row that contains the atom.
 
     Returns:
         (base, holders). `base`, (num_classes + 1,), has the number of each tensor class's first atom. Its last value is

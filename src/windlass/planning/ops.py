@@ -335,7 +335,7 @@ def coalesce(ops: OpTable) -> OpTable:
     First join contiguous direct ops that are adjacent on both sides. Stacked experts, and
     projections that trainer and engine fuse in the same way, become one long run. Then join ops
     that repeat at a constant distance. The shards of all experts of a layer become one strided op.
-    Every rank binds each op in Python, so fewer ops let a mixture of experts connect faster.
+    Every rank binds each op in Python, so ranks of a mixture of experts connect faster if there are fewer ops.
 
     Args:
         ops: sorted by (src, dst, src_parameter, dst_parameter, dst_offset).

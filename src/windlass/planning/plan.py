@@ -210,7 +210,7 @@ class TransferPlan:
         return found
 
     def _with_own_names(self, own: int, *, sending: bool) -> TransferPlan:
-        """Return this plan part of rank `own` with only the name of this rank and the names that its ops use."""
+        """Return this plan, which is the part of rank `own`, with only this rank's name and the names that its ops use."""
         src, here = _renumbered(self.ops.src, own if sending else None)
         dst, there = _renumbered(self.ops.dst, None if sending else own)
         tensor, named = _renumbered(self.ops.tensor, None)

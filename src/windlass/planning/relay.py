@@ -62,7 +62,7 @@ def find_replicas(engines: Mapping[str, Sequence[ShardManifest]]) -> tuple[tuple
     """Return the sets of engines that have the same layout, as tuples of engine names.
 
     Leave out engines with a unique layout. `engines` has the manifests of each engine's ranks. The names in a tuple are in
-    the order of `engines`, and the tuples in the order of their first names.
+    the order of `engines`. The tuples are in the order of their first names.
     """
     found: dict[tuple[str, ...], list[str]] = {}
     for name, manifests in engines.items():

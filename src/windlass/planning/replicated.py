@@ -72,7 +72,8 @@ def decode_held(data: bytes, manifest: ShardManifest) -> StructuredArray:
 
     Raises:
         ProtocolError: `data` is not a `HELD` table.
-        PlanError: a box reaches outside the rank's parameters, or contains a byte twice.
+        PlanError: a box reaches outside its parameter, or has more bytes than the parameter, so that it contains some
+            byte twice.
     """
     try:
         held = np.frombuffer(data, HELD)
@@ -361,7 +362,7 @@ def _refuse_two_dtypes(
     rows: Int64Array,
     boxes: tuple[Int64Array, Int64Array],
 ) -> None:
-    """Raise ManifestError if one rank holds a box in two dtypes, because their bytes cannot be compared.
+    """Raise ManifestError if one rank holds a box in two dtypes, because bytes of two dtypes cannot be compared.
 
     `boxes`: offsets and sizes of the box in each of `rows`, (n, MAX_DIMS). Rows of one box and rank are adjacent.
     """

@@ -89,8 +89,7 @@ def resolve_names(
     index: dict[str, int] = {}
     shapes: list[tuple[int, ...]] = []
     seen_at: list[str] = []
-    # Computed only if two shapes differ, because `_read_names` is slow: it visits all tensors of all
-    # destinations.
+    # Compute this only if two shapes differ: `_read_names` is slow, because it visits all tensors of all destinations.
     read: set[str] | None = None
     for manifest in (*sources, *destinations):
         own = {spec.name: spec.shape for spec in manifest.tensors}

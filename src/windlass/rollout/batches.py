@@ -262,7 +262,7 @@ class BatchQueue:
 
     @property
     def all_wait(self) -> bool:
-        """Whether all trainer ranks wait for a batch, and no rank has received a batch since the last `published`."""
+        """True if all trainer ranks wait for a batch, and no rank has received a batch since the last `published`."""
         since = asyncio.get_running_loop().time() - 2 * ASK_EVERY_S
         num_asking = sum(asked_at >= since for asked_at in self._asked_at.values())
         return not self._has_answered and 0 < self._world_that_asks <= num_asking
@@ -270,7 +270,8 @@ class BatchQueue:
     async def put(self, step: int, groups: Iterable[Sequence[TrainingSample]]) -> None:
         """Add the batch of `step`, wake all ranks that wait for it, and call the `on_put` listeners with its samples.
 
-        Hold large tensors of the samples in this process. Drop the batches before the newest `KEPT_STEPS`.
+        If no process holds a large tensor of the samples yet, this process holds it. Keep only the newest `KEPT_STEPS`
+        batches.
 
         If `settled` has returned lost samples, the caller must put the step again, with other groups in place of the
         groups of these samples.

@@ -188,8 +188,8 @@ class RolloutController:
 
         Args:
             deadline_s: seconds for the clean-up of all workflows together.
-            keep_in_journal: close the journal first, so that the next controller process continues these rollouts. This
-                controller then accepts no more rollouts.
+            keep_in_journal: True to close the journal first, so that the next controller process continues these
+                rollouts. This controller then accepts no more rollouts.
 
         Returns:
             Number of attempts that have not ended within `deadline_s`. They may run until their worker ends.

@@ -400,7 +400,7 @@ async def _events(content: aiohttp.StreamReader) -> AsyncIterator[bytes]:
 
 
 def _num_kept(num_tokens: int, sampling: SamplingParams) -> int:
-    """Return how many tokens of an unfinished answer are kept. The next request continues after these tokens.
+    """Return the number of tokens to keep of an unfinished answer. The next request continues after these tokens.
 
     An engine applies a structure (such as a JSON schema) and some penalties to the output of one request. If sampling has
     such settings, no token is kept. An engine does not find a stop text that begins in one request and ends in the

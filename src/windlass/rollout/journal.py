@@ -156,7 +156,7 @@ class PersistedState:
 
     @classmethod
     def of(cls, entries: Iterable[Entry]) -> PersistedState | None:
-        """Return the state after these entries, or None if there are none. Entries of unknown rollouts are ignored."""
+        """Return the state after these entries; None if no entry is a `Started`. Ignore entries of unknown rollouts."""
         persisted: PersistedState | None = None
         for entry in entries:
             if isinstance(entry, Started):

@@ -296,13 +296,13 @@ class Lifecycle:
         return self._start_timers(record)
 
     def _oldest_token(self, record: Record) -> int | None:
-        """Return the lowest version of an attempt's tokens when the attempt starts, or None if unknown.
+        """Return the lowest version that the tokens of a starting attempt will have; None if this version is unknown.
 
-        An attempt that continues a partial answer has the tokens of this answer. Any other attempt has no tokens yet, and
-        its first token will have the lowest version. An engine generates the first token of a plain prompt immediately,
-        with the current version. A workflow may do other work before it generates, so the version is unknown. With
-        `OnAbort.RETRY` the version is unknown because a worker discards an attempt's tokens at every update and starts
-        again.
+        If the attempt continues a partial answer, the version is the lowest version in this answer. Otherwise, the first
+        token will have the lowest version. An engine generates the first token of a plain prompt immediately, so its
+        version is the current version. A workflow may do other work before it generates, so the version is unknown. With
+        `OnAbort.RETRY`, a worker discards the tokens of an attempt at every update and starts again, so the version is
+        unknown.
         """
         if record.partial.versions:
             return min(record.partial.versions)

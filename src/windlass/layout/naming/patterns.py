@@ -147,7 +147,7 @@ class _Change:
     line: str
 
     def fits(self, there: Mapping[str, _Shape], matched: Collection[str]) -> bool:
-        """Return whether the change leaves the names in `matched` alone and gives no two tensors the same name."""
+        """Return True if the change renames no tensor in `matched`, and gives no two tensors the same name."""
         changed = [n for n in matched if f"{n}.".startswith(self.begins) and n.endswith(self.ends)]
         others = there.keys() - self.pairs.values()
         return not changed and self.pairs.keys().isdisjoint({*matched, *others})

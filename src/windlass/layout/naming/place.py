@@ -70,7 +70,8 @@ def place(family: Family, name: str, shape: _Shape, geometry: Geometry, coords: 
 
     Args:
         family: naming table of the model.
-        name: the parameter's name, with the layer's number in the whole model and the expert's number on this rank.
+        name: name of the parameter. It contains the layer's number in the whole model, and the expert's number on this
+            rank.
         shape: local shape of the parameter, which must be contiguous.
         geometry: sizes of the model.
         coords: the rank's coordinates on the mesh.
@@ -114,7 +115,10 @@ class _Part:
     first_expert: int
 
     def tensor(self, index: int, expert: int | None = None) -> str:
-        """Return the checkpoint name of the rule's tensor `index`, for a local expert (by default, the parameter's own)."""
+        """Return the checkpoint name of the rule's tensor `index`.
+
+        `expert` is the local number of the expert in this name. None: the expert in the parameter's name.
+        """
         number = self.match.expert if expert is None else expert
         return self.match.rule.tensors[index].format(
             layer=self.match.layer, expert=self.first_expert + number
@@ -208,7 +212,7 @@ def _interleaved(part: _Part, geometry: Geometry) -> Iterator[PlacedShard]:
 
 
 def _latent(part: _Part, geometry: Geometry) -> PlacedShard:
-    """Return the shard of a latent down-projection, which each rank has as a whole or cut along dim 0.
+    """Return the shard of a latent down-projection. A rank has either all rows of the matrix or an equal share of them.
 
     Raises:
         ManifestError: the number of rows fits neither case.

@@ -84,7 +84,10 @@ LATENT = (
 
 
 def gated(name: str, tensor: str) -> tuple[Rule, ...]:
-    """Return the rules for a gated MLP in each decoder layer: Megatron's module `name`, the checkpoint's `tensor`."""
+    """Return the rules for a gated MLP in each decoder layer.
+
+    `name` is the module's name in Megatron, and `tensor` is its name in the checkpoint.
+    """
     return (
         *linear(
             f"{name}.linear_fc1",
@@ -102,9 +105,9 @@ def experts(tensor: str, gate: str, up: str, down: str) -> tuple[Rule, ...]:
 
     Args:
         tensor: prefix of the experts' checkpoint names within a layer.
-        gate: last part of the checkpoint name of the gate projection.
-        up: the same for the up projection.
-        down: the same for the down projection.
+        gate: name of an expert's gate projection in the checkpoint, such as `gate_proj`.
+        up: name of the up projection.
+        down: name of the down projection.
     """
     pair = (f"{tensor}.{{expert}}.{gate}.weight", f"{tensor}.{{expert}}.{up}.weight")
     last = f"{tensor}.{{expert}}.{down}.weight"
@@ -133,7 +136,7 @@ DEEPSEEK = (*ENDS, *NORMS, *LATENT, *gated("mlp", "mlp"), *SPARSE, *SHARED)
 def with_predictors(rules: tuple[Rule, ...]) -> tuple[Rule, ...]:
     """Return `rules` and the rules of multi-token prediction (MTP) layers.
 
-    A checkpoint numbers its MTP layers after the decoder layers. Megatron-core 0.17 renamed the decoder layer inside an MTP
+    In a checkpoint, the numbers of the MTP layers follow the numbers of the decoder layers. Megatron-core 0.17 renamed the decoder layer inside an MTP
     layer from `transformer_layer` to `mtp_model_layer`.
     """
     decoder, own = "decoder.layers.{layer}.", "mtp.layers.{layer}."

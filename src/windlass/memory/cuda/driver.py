@@ -69,7 +69,7 @@ def _check(code: Any, call: str) -> None:
 
 
 def _call(name: str, *arguments: object) -> Any:
-    """Call the driver function `name`. Return its result: a tuple of several results, or None without a result.
+    """Call the driver function `name`. Return its result: a tuple if there are several results, None if there is none.
 
     Raises:
         TransferFailed: the driver returned an error.
@@ -230,7 +230,7 @@ class Device:
 
     @property
     def uuid(self) -> str:
-        """UUID in hexadecimal: of the GPU, or of the MIG part of the GPU if this process sees only a part."""
+        """UUID of the GPU in hexadecimal. If this process sees only a MIG part of the GPU, the UUID of this part."""
         # In cuda-bindings 12, cuDeviceGetUuid is the old function, which returns one UUID for all parts of a GPU.
         is_old = "cuDeviceGetUuid_v2" in vars(driver())
         name = "cuDeviceGetUuid_v2" if is_old else "cuDeviceGetUuid"

@@ -47,7 +47,7 @@ ms for 1 GiB. The parts together are written as fast as one whole table (H200, 2
 def raw_pieces(
     sources: UInt64Array, targets: UInt64Array, nbytes: UInt64Array, max_nbytes: int
 ) -> StructuredArray:
-    """Cut n ranges of bytes into pieces of at most `max_nbytes`. In the payload, each range follows the previous range.
+    """Cut n ranges of bytes into pieces of at most `max_nbytes`. The payload of the pieces is all ranges in their order.
 
     Args:
         sources: (n,) addresses to read.
@@ -78,7 +78,7 @@ class PieceTable:
     Attributes:
         address: address of the pieces in GPU memory; 0 after `close`.
         block: threads per block of a launch.
-        parts: index ranges that divide the pieces into parts of `PART_NBYTES` or a little more.
+        parts: index ranges of the parts into which the pieces are divided, see `cut_parts`.
     """
 
     def __init__(
@@ -106,10 +106,10 @@ class PieceTable:
 
 
 def cut_parts(nbytes: Int64Array) -> tuple[range, ...]:
-    """Divide pieces into parts of `PART_NBYTES` or a little more. Return the index range of each part.
+    """Divide pieces into parts of about equal size. Return the index range of each part; () if there are no pieces.
 
-    `nbytes`, (num_pieces,), are the sizes of the pieces. If all pieces together have less than 2 * `PART_NBYTES`, they are
-    one part. Without pieces, return no part.
+    A part has about `PART_NBYTES` or more, but less than about 2 * `PART_NBYTES`. So pieces of less than
+    2 * `PART_NBYTES` in total are one part. `nbytes`, (num_pieces,), has the size of each piece.
     """
     ends = np.cumsum(nbytes)
     if not len(ends):
@@ -171,7 +171,7 @@ class Kernels:
                 copied bytes to the first two words. If a cast overflows, kernels set the third word
                 to 1 + the position of an overflowing piece in the payload.
             part: range of the table's pieces; by default all.
-            num_multiprocessors: limit for this launch; 0 for the limit of the constructor.
+            num_multiprocessors: largest number of multiprocessors for this launch; 0 for the constructor's limit.
         """
         name = f"{table.kernel}_hashed" if digest_address else table.kernel
         self._launch(name, table, stream, digest_address, part, num_multiprocessors)

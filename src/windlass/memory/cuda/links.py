@@ -120,8 +120,8 @@ def read_sent(gpu: Gpu, address: int, program: LinkProgram) -> tuple[str, str]:
 
     Args:
         gpu: GPU of the source.
-        address: address of the link's words.
-        program: the link.
+        address: address of the link's words, see `read_words`.
+        program: program of the link.
 
     Returns:
         (digest in hexadecimal, error text of a cast that overflowed). The text is "" if no cast overflowed.
@@ -146,7 +146,7 @@ def read_words(gpu: Gpu, address: int) -> list[int]:
 def item_at(overflow: int, items: Sequence[Item], nbytes: Iterable[int]) -> Item:
     """Return the op or copy in which a cast overflowed.
 
-    `overflow` is the third word of `read_words`. The `items` have consecutive payloads of `nbytes` bytes each.
+    `overflow` is the third word of `read_words`. The payloads of the `items` follow each other; `nbytes` has their sizes.
     """
     ends = itertools.accumulate(nbytes)
     return next(item for item, end in zip(items, ends, strict=True) if overflow <= end)

@@ -100,7 +100,7 @@ class OpPieces(NamedTuple):
 
 
 def cut_ops(program: LinkProgram, *, at_source: bool) -> Iterator[OpPieces]:
-    """Yield the ops of a link in plan order with their pieces. Source and destination cut an op in the same way.
+    """Yield the ops of a link in plan order with their pieces. Both ends cut the payload of an op in the same way.
 
     Ops that differ only in offsets are cut once. A mixture of experts has thousands of such ops.
     """
@@ -290,7 +290,7 @@ def payload_parts(found: OpPieces, limit: int) -> Iterator[PayloadPart]:
 
 
 def _closed_ends(found: OpPieces, pieces: StructuredArray, starts: Int64Array) -> Int64Array:
-    """Return, in ascending order, the indices at which the sorted pieces can be divided into two parts.
+    """Return, in ascending order, the indices at which a part of the sorted pieces can end; the last is `len(pieces)`.
 
     At such an index, every earlier piece ends in the payload before the first later piece begins. `starts`,
     (num_pieces,), are the positions of the pieces in the op's payload.

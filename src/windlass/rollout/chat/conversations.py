@@ -138,7 +138,10 @@ class Conversations:
         return Prompt(known.prompt_ids + ids, messages)
 
     def _after_last(self, known: _Answered, whole: str, template: Template) -> str:
-        """Return the text after the answer of `known`, or "" if `whole` does not begin with the text of `known.messages`."""
+        """Return the part of `whole` after the answer of `known`. `whole` is the text of the new conversation.
+
+        Return "" if `whole` does not begin with the text of `known.messages`.
+        """
         last, _ = self._ends_of_answers()
         earlier = self._rendered(known.messages, template, add_generation_prompt=False)
         is_kept = last and earlier.endswith(last) and whole.startswith(earlier)
@@ -147,10 +150,11 @@ class Conversations:
     def _after_any(
         self, known: _Answered, messages: tuple[Message, ...], whole: str, template: Template
     ) -> str:
-        """Return the text after an answer, if `whole` contains the rendered prompt and all parts of the answer unchanged.
+        """Return the part of `whole` after the answer of `known`, for templates with which `_after_last` returns "".
 
-        Return "" if it does not. Some templates render the last answer of a conversation in a special way, so
-        `_after_last` finds no text. Conversations that differ only in one answer have the same text after this answer.
+        Such a template renders the last answer of a conversation in a special way. To find where the answer ends in
+        `whole`, render the conversation with two other answers, and take the common end of these two texts. Return "" if
+        `whole` does not contain the rendered prompt and all parts of the answer unchanged.
         """
         *before, answer = known.messages
         new = messages[len(known.messages) :]
@@ -168,7 +172,10 @@ class Conversations:
         return after if is_kept and all(part in written for part in parts) else ""
 
     def _ends_of_answers(self) -> tuple[str, str]:
-        """Return two texts of the chat template: after the last answer of a conversation, and after every answer."""
+        """Return two texts that the chat template writes.
+
+        The first is the text after the last answer of a conversation. The second is the text after every answer.
+        """
         if self._ends is None:
             question = Message("user", "x")
             ends = []
@@ -183,7 +190,7 @@ class Conversations:
 
 
 def _changed(answer: Message, mark: str) -> Message:
-    """Return an answer of the same form with other text; only the ids and names of its calls stay."""
+    """Return `answer` with `mark` in place of its texts and of its calls' arguments. Empty texts stay empty."""
     calls = tuple(
         ToolCall(call.id, call.name, f'{{"{mark}": "{mark}"}}') for call in answer.tool_calls
     )

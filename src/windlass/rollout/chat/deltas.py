@@ -149,7 +149,7 @@ class Showing:
         return found
 
     def _decode(self) -> None:
-        """Add the text of new tokens to `_text`, if it ends with a whole character."""
+        """Add the text of new tokens to `_text`, unless this text ends with an incomplete character."""
         before = self._codec.decode(self._ids[self._begin : self._read])
         now = self._codec.decode(self._ids[self._begin :])
         if not now.endswith(_INCOMPLETE):

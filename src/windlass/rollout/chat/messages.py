@@ -113,7 +113,10 @@ def fingerprints(messages: Sequence[Message], template: Template) -> list[bytes]
 
 
 def _call_of(call: Any) -> ToolCall | None:
-    """Return a call in the form of chat completions; None for another form. The arguments may be values or JSON."""
+    """Convert a tool call that has the form of chat completions; return None for a call that has another form.
+
+    The arguments of the call may be values or JSON text.
+    """
     function = call.get("function") if isinstance(call, dict) else None
     if not isinstance(function, dict) or not isinstance(function.get("name"), str):
         return None

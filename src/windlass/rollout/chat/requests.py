@@ -485,7 +485,7 @@ def _messages_of_items(items: Sequence[_Item]) -> list[Message]:
     """Return the messages of the items in a request's `input`. Items of one answer (texts and calls) become one message.
 
     Raises:
-        ConfigError: an item has another type, or its content is not text.
+        ConfigError: the type of an item is not supported, or its content is not text.
     """
     found: list[Message] = []
     for item in items:

@@ -439,7 +439,7 @@ class ChatSession:
         return msgspec.structs.replace(sampling, max_new_tokens=most, min_new_tokens=least)
 
     def _failed(self, error: RolloutError) -> ApiError:
-        """End the attempt: cancel the block of `running`, so that it raises `error`. Return the error for the agent."""
+        """End the attempt: cancel the block of `running`, which then raises `error`. Return another error for the agent."""
         if self._failure is None:
             self._failure = error
             self.is_open = False

@@ -185,7 +185,7 @@ def text_before(text: str, marks: Iterable[str]) -> str:
 
 
 def text_before_calls(text: str, marks: Marks) -> str:
-    """Return the beginning of an unfinished answer that cannot be part of a call."""
+    """Return the text of an unfinished answer before the first place where a call begins or may begin."""
     begun = text.lstrip()
     if any(begun.startswith(mark) or mark.startswith(begun) for mark in marks.at_start):
         return ""
