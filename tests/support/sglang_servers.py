@@ -22,6 +22,7 @@ from hosts import Host
 from servers import FLAGS, ROOT, TOKEN, VENVS, Layout, Server, environment
 
 from tools.entry_points import write_entry_points
+from windlass.engines.launch import wait_for_server
 from windlass.net.access import Access, role_token
 from windlass.net.addresses import free_port
 
@@ -167,6 +168,9 @@ def launched(
         assert ready.wait(START_S), log.read_text()[-4000:]
         assert process.poll() is None, log.read_text()[-4000:]
         address = "127.0.0.1" if host is None else host.address
+        if host is None:
+            # SGLang logs its ready line shortly before it listens.
+            wait_for_server(address, port)
         yield Server(process, f"http://{address}:{port}", "sglang", layout, model)
     finally:
         process.terminate()
