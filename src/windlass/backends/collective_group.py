@@ -284,8 +284,8 @@ class TorchBroadcastGroup:
         """Begin to broadcast the first `nbytes` of buffer `slot`, from rank 0 to all other members.
 
         All members must call this with the same `slot` and `nbytes`, in the same order. The buffer must not change
-        before the broadcast has ended. The broadcast fails after `deadline_s`, but not before `MIN_TIMEOUT_S`. With
-        Gloo and a GPU, `deadline_s` also limits the wait for the kernels that fill the buffer.
+        before the broadcast has ended. The broadcast fails after `deadline_s` or `MIN_TIMEOUT_S`, whichever is longer.
+        With Gloo and a GPU, `deadline_s` also limits the wait for the kernels that fill the buffer.
 
         Raises:
             TransferFailed: the group was already broken, the kernels did not end in time, or the broadcast cannot
@@ -367,7 +367,7 @@ class TorchBroadcastGroup:
         self.broken = True
         self._works = [None] * len(self._works)
         held = (self._process_group, self._store, self._wire, self._buffers)
-        # Drop the last references, so that the sockets close and the other members notice.
+        # Only `held` keeps the group and the store now. Their sockets close when this call drops `held`.
         self._process_group = self._store = None
         if not self._is_nccl:
             held[0].abort()
@@ -379,7 +379,7 @@ class TorchBroadcastGroup:
         if self._gpu is None:
             return
         try:
-            # Wait for NCCL's kernels, which end with their communicator.
+            # Wait for the kernels that use the buffers. NCCL's kernels end when their communicator is aborted.
             self._gpu.finish(ABORT_S)
         except TransferError:
             keep_mapped(held)

@@ -189,7 +189,7 @@ def _file_chunks(
     addresses: tuple[int, ...],
     memory: MemoryOps,
 ) -> Iterator[bytes | memoryview]:
-    """Yield the content of a safetensors file, in chunks. Its tensor number i has the elements of `shards[i]`."""
+    """Yield the content of a safetensors file, in chunks. Tensor i of the file has the elements of `shards[i]`."""
     parameters = {p.name: (i, p.dtype) for i, p in enumerate(manifest.parameters)}
     header: dict[str, object] = {}
     at = 0

@@ -43,9 +43,10 @@ class P2p(Backend):
         return RelayingReceiver(cast("Receiver", receiver), host) if self._relays else receiver
 
     def kept_part(self, held: Binding, trainers: Group, engines: Sequence[Group]) -> Binding | None:
-        """Return the part of the binding `held` with the links to engines that have not changed.
+        """Return the part of the binding `held` without the links to engines that have changed.
 
-        Return None if there were or will be relay groups: a group spans several engines, so all ranks must bind again.
+        Return None if `held` has relay groups, or if the new binding will have them. A relay group spans several engines,
+        so all ranks must bind again.
         """
         if held.relay or find_relay_groups(trainers, engines, self._options):
             return None

@@ -217,7 +217,7 @@ class PushReceiver:
         self._arrived = {}
 
     def join_named(self, offer: GroupOffer, fabric: CollectiveFabric, deadline_s: float) -> None:
-        """Enter the broadcast group of a leader, after leaving an older group of the same name.
+        """Leave an older group with the name of this group, and enter the broadcast group of a leader.
 
         Raises:
             PlanError: members disagree about the group.
@@ -416,9 +416,9 @@ class PushReceiver:
 
 
 def _index_of(path: Path) -> DiskIndex:
-    """Return an index of a checkpoint file. Its entries are whole tensors.
+    """Return an index of a checkpoint file, with one entry per tensor.
 
-    The field `worker` is the file's name, so that `read_boxes` names unreadable files by it.
+    The field `worker` is the file's name, because `read_boxes` returns this field for unreadable files.
 
     Raises:
         TransferFailed: the file cannot be read.

@@ -186,10 +186,11 @@ class PushDelivery(Delivery):
         return False
 
     def survives_failure(self, phase: Phase) -> bool:
-        """Return whether the round continues for the other engines after a failure of one engine in `phase`.
+        """Return whether the round continues for the other engines after one engine has failed in `phase`.
 
-        Before APPLY, a failure of one engine ends the update for all engines. In PREPARE and VERIFY, the round itself
-        ends, so return False. In WRITE, return True: the leader's call gets the failure and marks the update as failed.
+        In PREPARE and VERIFY, return False. In WRITE, return True: the leader's call reports the failure and marks the
+        update as failed, so the round publishes nothing when the leaders end it. From APPLY on, return True: the round
+        leaves out only the failed engine.
         """
         return phase not in {Phase.PREPARE, Phase.VERIFY}
 
@@ -263,7 +264,7 @@ class _Push:
     def leave(self, leader: str) -> bool:
         """Record that a leader has sent all its tensors. Return whether all leaders of the round have sent theirs.
 
-        If the leaders declared stages, count the leader of every stage, including leaders that have not joined yet.
+        If the leaders declared stages, the answer is False as long as the leader of a stage has not joined.
         """
         self._leaders.discard(leader)
         if self._order is None:

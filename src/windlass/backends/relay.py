@@ -255,10 +255,10 @@ class RelayDelivery(Delivery):
         )
 
     def pop_incomplete(self) -> tuple[bool, frozenset[Link]]:
-        """Return the links that the relay left incomplete, and clear the record of them; see `Delivery.pop_incomplete`.
+        """Return whether this is the first call after the relay, and the links that the relay left incomplete.
 
-        The first value is True in the first call after the relay, so the first direct write of these links does not
-        count towards `ControlConfig.max_rewrites`. It is False in later calls.
+        Clear the record of these links. The round writes them directly. After the first call, this write does not count
+        towards `ControlConfig.max_rewrites`; see `Delivery.pop_incomplete`.
         """
         is_unseen, missed = self._is_unseen, frozenset(self._missed)
         self._is_unseen, self._missed = False, set()

@@ -272,8 +272,8 @@ class FleetBinder:
     def _find_unused(self) -> frozenset[str]:
         """Return the trainer tensors that no engine has; an empty set if the sources are engines.
 
-        A tensor counts as used if some engine has had it since these trainers connected. So the loss of this engine does
-        not stop updates of the other engines.
+        A tensor counts as used if some engine has had it since these trainers connected. If this engine is lost, the
+        tensor still counts as used, so the other engines still get updates.
 
         Raises:
             ManifestError: an unused tensor matches no pattern of `allow_unused`.
@@ -288,7 +288,7 @@ class FleetBinder:
         return unused
 
     def _find_replicated(self, unused: frozenset[str]) -> Replicated | None:
-        """Return the boxes that several trainer ranks hold. Rounds compare the bytes of these copies.
+        """Return the boxes that several trainer ranks hold. Rounds compare the ranks' copies of these boxes.
 
         Boxes of `unused` tensors are left out. Return None in a catch-up, whose sources are the ranks of an engine: these
         ranks have already verified their weights by digests.
@@ -510,7 +510,8 @@ class FleetBinder:
     def _unbound(self, failed: Mapping[str, Result | WindlassError], what: str) -> EnginesUnbound:
         """Return the error for engine ranks whose call failed. `what`: text for the failure, such as "did not join".
 
-        The error sorts the ranks into late ranks, ranks that have lost their connection, and engines to refuse.
+        The error has a reason for each engine to refuse and for each late rank. If there is none, the error's text names a
+        rank that has lost its connection.
         """
         refusals, late, gone = {}, {}, ""
         for worker, result in failed.items():

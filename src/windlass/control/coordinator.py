@@ -220,7 +220,7 @@ class Coordinator:
 
         Args:
             announced: one request per trainer rank.
-            copied: event that is set when the round enters WRITE: ranks with replicas have then copied their weights.
+            copied: event that is set when the round enters WRITE. By then, ranks with replicas have copied their weights.
         """
         version = max(rank.version for rank in announced)
         # Catch-ups and bindings of the fleet hold the same lock.
@@ -268,7 +268,8 @@ class Coordinator:
             report = await self._attempt(announced, version, copied)
         for _ in range(self.config.max_rewrites):
             has_ended = report.outcome is RoundOutcome.PUBLISHED or Phase.PUBLISH in report.phase_s
-            # With `unchanged` > 0 the bytes equal the previous version. Another attempt would be refused again.
+            # With `unchanged` > 0 the round was refused, because its bytes equal the previous version. Another attempt
+            # would be refused for the same reason.
             if not self.connector.drop_if_spent(report) or has_ended or report.unchanged:
                 return report
             _log.warning("version %s: the fleet is bound again: %s", version, report.reason)

@@ -135,9 +135,9 @@ class Delivery:
         return None
 
     def ended(self, worker: str, command: Command) -> None:
-        """Record that an engine rank no longer carries out `command`.
+        """Record that an engine rank no longer carries out `command`. By default, do nothing.
 
-        Called when the rank has answered with a failure, or has answered after the round had left its engine out.
+        The round calls this when the rank answers with a failure, or answers after its engine was left out.
         """
 
     def link_failed(self, link: Link) -> tuple[Order, ...]:  # noqa: ARG002

@@ -49,9 +49,10 @@ def find_donor(
 def _is_exact(plan: TransferPlan, trainers: Sequence[ShardManifest]) -> bool:
     """Return whether a copy from the donor by this plan gives the same bytes as a transfer from the trainers.
 
-    Tensors that the plan does not cast arrive with the same bytes. A cast tensor does so if the donor has it in the
-    dtype of a trainer: its values are then rounded once, as in a transfer from the trainers. In another dtype, the
-    donor's values were rounded when the donor received them, and the cast would round them a second time.
+    Tensors that the plan does not cast arrive with the same bytes. A cast tensor also arrives with
+    the same bytes if the donor has it in the dtype of a trainer: its values are then rounded once, as in a transfer from
+    the trainers. If the donor has it in another dtype, its values were rounded when the donor received them, and the cast
+    would round them a second time.
 
     Args:
         plan: plan from the donor's ranks to the newcomer's.

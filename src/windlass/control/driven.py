@@ -149,7 +149,7 @@ def _spec(
         pause_s=reply_budget_s(prepare_s),
         write_s=session_s,
     )
-    # Engines pause before bytes arrive, even if a shadow copy receives the bytes.
+    # With IN_PLACE, engines pause before WRITE. A driven round needs this even if a shadow copy receives the bytes.
     config = msgspec.structs.replace(config, mode=UpdateMode.IN_PLACE, deadlines=deadlines)
     spec = RoundSpec(
         version=-1,

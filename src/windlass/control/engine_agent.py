@@ -180,10 +180,10 @@ class EngineAgent:
 
     @property
     def mixed_weights(self) -> bool:
-        """True if live weights may contain bytes of two versions, and while the weights are lost (`Sleeper.is_empty`).
+        """True if live weights may contain bytes of two versions, or if the weights are lost (`Sleeper.is_empty`).
 
         During a round, this is True as soon as one-sided writes or `apply` may have changed live weights: if the
-        controller disappears at this time, the agent cannot know how many bytes have changed.
+        controller disappears at this time, the agent cannot know which bytes have changed.
         """
         return self._mixed_weights or self._open_to_writes or self._is_empty
 
@@ -201,8 +201,8 @@ class EngineAgent:
             raise ProtocolError(f"an engine cannot carry out {type(command).__name__}")
         with self._lock:
             round_id = RoundId(epoch, round_number)
-            # If the controller never reported how the previous round ended, the weights may contain bytes of two
-            # versions. This round does not change that.
+            # If the controller never reported how the previous round ended, `_open_to_writes` is still True, and the
+            # weights may contain bytes of two versions.
             self._mixed_weights |= self._open_to_writes and round_id > self._round_id
             self._round_id = round_id
             result = self._carry_out(command)

@@ -270,8 +270,8 @@ class Fleet:
         if engine.quarantined:
             return EngineStatus.QUARANTINED, reason if is_known else QUARANTINE_REASON
         if is_kept:
-            # A quarantine ends when a new process replaces the rank. The other ranks have kept their weights, which
-            # may be of another version.
+            # If the engine was quarantined, a new process has replaced the quarantined rank. The other ranks have kept
+            # their weights, which may be of another version.
             return EngineStatus.MIXED_WEIGHTS, reason
         if is_known:
             return EngineStatus.LEFT_OUT, reason
@@ -403,7 +403,7 @@ class Fleet:
                 f"{hello.worker}: job {hello.job!r} was replaced by job {self.job!r}"
             )
         group = self.trainers()
-        # A rank of a replaced job counts until its connection has ended.
+        # `_num_of_job` also counts ranks of a replaced job until their connections have ended.
         if group is not None and self._num_of_job.keys() - {hello.job}:
             agents = group.agents.values()
             rivals = [agent.hello for agent in agents if agent.hello.job != hello.job]

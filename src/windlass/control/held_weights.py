@@ -100,11 +100,9 @@ class HeldWeights:
     def check_version(self, version: int) -> None:
         """Check that this rank can still send `version`: its weights have not changed, or the replica has a copy of them.
 
-        If the trainer has released the version and has not changed its weights since, let the replica copy the weights
-        again.
-
-        The check also covers a version that was published before. The controller requests this version again if no
-        engine serves it any more, and the trainer may have changed its weights after the first round.
+        The controller also requests a version that was published before, if no engine serves it any more. The trainer may
+        have changed its weights after the first round. If it has released the version and has not changed its weights,
+        let the replica copy the weights again.
 
         Raises:
             RoundAborted: this rank publishes another version, or its weights have changed since it began to publish
@@ -201,9 +199,9 @@ class HeldWeights:
     def checked(self, sent: Written) -> Written:
         """Return the answer to a write with the results of this rank's checks.
 
-        If a parameter changed during the write, all links of the write count as failed. Digests do not detect such a
-        change, because the sender computes a digest of the bytes that it has read. The answer also names the parameters
-        that contain NaN or infinity.
+        If a parameter changed during the write, links with status OK or FAILED become failed links that name the
+        parameter. Digests do not detect such a change, because the sender computes a digest of the bytes that it has
+        read. With a replica, skip this check. The answer also names the parameters that contain NaN or infinity.
         """
         sent = msgspec.structs.replace(sent, non_finite=self._non_finite)
         if self._one_sided.replica is not None or not (name := self._changed()):

@@ -32,9 +32,9 @@ class LinkAddresses:
         self.strided: set[Link] = set()
 
     def choose(self, links: Iterable[Link]) -> dict[str, str]:  # noqa: ARG002
-        """Choose a transport for each link. This base class chooses nothing.
+        """Choose a transport for each link. This base class chooses no transport.
 
-        Record the transports in `choices`. Record a link in `strided` if its transport has strided stores.
+        A subclass records the transports in `choices`, and the links whose transports have strided stores in `strided`.
 
         Returns:
             Destination -> reason, for destinations that a source cannot reach over any transport.

@@ -219,7 +219,8 @@ class Members:
 
         Close an earlier connection of the same process. If the agent belongs to a new trainer job, disconnect the ranks
         of the previous job. Remove the records of refusals of this rank and its engine, and clear `unbindable`. If an
-        engine rank is refused for good and is not connected, record the reason: callers that wait for the engine then fail.
+        engine rank is refused for good and no other process is connected as this rank, record the reason: callers that
+        wait for the engine then fail.
 
         Returns:
             The agent's session, and the answer to the agent; None if `first` is `CannotJoin`, which only reports why

@@ -124,7 +124,7 @@ class CatchUps:
     # --- trainers that wait with the published weights ---------------------------------------
 
     def add_standstill_check(self, holds: Callable[[], bool]) -> None:
-        """Add a condition for `trainers_stand_still`, which needs only one condition that holds.
+        """Add a condition. `trainers_stand_still` is True only if at least one of these conditions holds.
 
         Args:
             holds: function that returns True only while all trainer ranks wait and keep the weights that they published
@@ -134,7 +134,7 @@ class CatchUps:
 
     @property
     def trainers_stand_still(self) -> bool:
-        """Whether all trainer ranks are known to wait with the weights of the published version."""
+        """True if all trainer ranks are known to wait with the weights of the published version."""
         trainers = self._fleet.trainers()
         return (
             trainers is not None
@@ -304,9 +304,9 @@ class CatchUps:
     def _failed(
         self, name: str, attempts: _Attempts, donor: frozenset[Identity], reason: str
     ) -> None:
-        """Count a failed attempt, and start a task that tries again after a delay.
+        """Count a failed attempt. Start a task that tries again after a delay, and cancel an older such task for `name`.
 
-        After `MAX_ATTEMPTS` failures, only log a warning. A task that still waits to try again for `name` is cancelled.
+        After `MAX_ATTEMPTS` failures, only log a warning.
         """
         attempts.failures[donor] += 1
         num_failed = attempts.failures.total()

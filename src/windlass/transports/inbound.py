@@ -103,7 +103,7 @@ def _sockets() -> Iterator[socket.socket]:
         try:
             duplicate = os.dup(int(entry.name))
         except OSError:
-            # The descriptor is closed by now. The descriptor that read the folder always is.
+            # The descriptor was closed after the listing. The descriptor that listed the folder is always closed by now.
             continue
         if not stat.S_ISSOCK(os.fstat(duplicate).st_mode):
             os.close(duplicate)

@@ -155,7 +155,9 @@ class PullTransport(RegionTransport):
         return WireReport("pull", "process_vm_readv", f"pid {self._endpoint.address}")
 
     def fence(self, *, deadline_s: float) -> None:
-        """Wait until this process has ended all reads for writers. No read begins for a writer that has ended.
+        """Wait until all reads that this process carries out for writers have ended.
+
+        No new read begins for a writer that has ended, because `_read` first checks the connection to the writer.
 
         Raises:
             TransferFailed: a read still runs, or a copy by the GPU missed its deadline and may still write.
@@ -171,7 +173,7 @@ class PullTransport(RegionTransport):
             )
 
     def close(self) -> None:
-        """Wait at most `CLOSE_S` for reads of peers, forget all regions, and free memory that no peer still reads."""
+        """Wait at most `CLOSE_S` for running reads, forget all regions, and free memory that no running read fills."""
         self._own.close()
         with contextlib.suppress(TransferFailed):
             self.fence(deadline_s=CLOSE_S)
@@ -305,7 +307,7 @@ class PullTransport(RegionTransport):
                 self._changed.notify_all()
 
     def _is_touched(self, region: MemoryRegion) -> bool:
-        """Return whether a peer may still read the region."""
+        """Return whether a read that this process carries out may still write into the region."""
         return self.is_late or any(overlaps(region, *read) for read in self._reads.values())
 
     @property

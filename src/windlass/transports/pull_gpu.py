@@ -96,7 +96,7 @@ class GpuReads:
             starts, ends, shifts = np.array(sorted(rows), np.int64).reshape(-1, 3).T
             first = sources.astype(np.int64)
             owner = np.searchsorted(starts, first, "right") - 1
-            # Without exports `ends` is empty, so look up no end there.
+            # If the writer exports nothing, `ends` is empty. Then `owner` is negative, so `or` skips `ends[owner]`.
             if (owner < 0).any() or (first + nbytes.astype(np.int64) > ends[owner]).any():
                 raise RegionError("pull: a piece is outside the memory that the writer exports")
             mapped = (first + shifts[owner]).astype(np.uint64)

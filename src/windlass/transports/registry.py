@@ -91,7 +91,7 @@ def config_type(name: str) -> type[TransportConfig]:
     """Return the configuration type of the transport called `name`.
 
     Raises:
-        ConfigError: no transport or more than one has this name, or the entry point does not refer
+        ConfigError: no transport, or more than one transport, has this name, or the entry point does not refer
             to a configuration with this tag.
         TransportUnavailable: the transport's package is installed but cannot be imported.
     """

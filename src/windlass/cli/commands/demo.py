@@ -272,7 +272,7 @@ def _check_room(args: argparse.Namespace, model: str, *, is_server: bool) -> Non
 
 
 def _checked_context(args: argparse.Namespace) -> int:
-    """Check the checkpoint folder; return the number of tokens of the longest prompt and answer together.
+    """Check the checkpoint folder. Return the context that the demo needs: tokens of the longest prompt plus an answer.
 
     Raises:
         ConfigError: the folder has no model or no tokenizer, or the model's context is too short.
@@ -304,10 +304,12 @@ def _checked_context(args: argparse.Namespace) -> int:
 
 
 def _positions(file: Path) -> int:
-    """Return the number of tokens in a model's context, from its config.json; `sys.maxsize` if the file lacks it.
+    """Return the size of a model's context in tokens, from `file`, its config.json.
+
+    Return `sys.maxsize` if the file has no key `max_position_embeddings`.
 
     Raises:
-        ConfigError: the file is not JSON, or the number is not an integer.
+        ConfigError: the file is not JSON, or the value of the key is not an integer.
     """
     try:
         limit = msgspec.json.decode(file.read_bytes(), type=_Limit).max_position_embeddings

@@ -137,8 +137,8 @@ class _Engine:
     def acquire_page(self) -> UInt8Array:
         """Return a registered page. The caller reads the token of one peer into the page.
 
-        Bytes of a failed read may arrive late, so a page that a closed peer gave back is used again only when more than
-        `KEPT_PAGES` pages are unused.
+        Bytes of a failed read may arrive late in a page that a closed peer has given back. So use such a page again only
+        when more than `KEPT_PAGES` pages are unused.
 
         Raises:
             PeerUnreachable: no memory can be registered.
@@ -241,7 +241,7 @@ class MooncakePeer(NetworkPeer):
             return super().is_in_use or any(not call.cancelled for call in self._open)
 
     def step_nbytes(self, region: RemoteRegion) -> int:
-        """See `NetworkPeer.step_nbytes`. The region's key contains the size; an empty key is 0."""
+        """See `NetworkPeer.step_nbytes`. The region's key contains the size. An empty key means 0."""
         key = region.key
         if not key:
             return 0
@@ -565,7 +565,7 @@ def _parse(endpoint: PeerEndpoint) -> tuple[str, int, str, bool]:
     """Parse the incarnation of a peer.
 
     Returns:
-        The token in hex; an address in the peer's memory, at which this process can read; the address of the liveness
+        The token in hex; an address in the peer's memory that this process can read; the address of the liveness
         listener; and whether the peer's memory contains the token at that memory address.
 
     Raises:

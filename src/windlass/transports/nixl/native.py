@@ -263,8 +263,8 @@ def native_agent(name: str, wire: NixlWire, device: str) -> NativeAgent:
 
     Args:
         name: name of the agent.
-        wire: the wire that the environment selects, for the error.
-        device: the devices that the environment selects, for the error.
+        wire: the wire that the environment selects, for the error text.
+        device: the devices that the environment selects, for the error text.
 
     Raises:
         TransportUnavailable: NIXL cannot be loaded, or UCX does not start.
@@ -292,7 +292,7 @@ def native_agent(name: str, wire: NixlWire, device: str) -> NativeAgent:
 def _log_file() -> str:
     """Return the path of UCX's log in this process: the user's choice, or a file in a private folder.
 
-    The folder is private, because in a shared folder another user could create a link of this name to any file.
+    In a shared folder, another user could create a link with the log's name, and UCX would write to the link's target.
     """
     if chosen := environment_value("UCX_LOG_FILE"):
         return chosen

@@ -189,7 +189,7 @@ class _Transfer(NativeCall):
             self.error = str(error)
 
     def look(self) -> Outcome:
-        """Ask NIXL for the state of the transfer, and return it; a failure stores its text in `error`."""
+        """Ask NIXL for the state of the transfer, and return it. If NIXL raises an error, store its text in `error`."""
         if self._handle is None or not self._is_posted:
             return Outcome.FAILED
         try:
