@@ -155,7 +155,7 @@ def file_digest(path: Path) -> str:
 
 
 def prune(folder: Path, version: int, worker: str, keep_versions: int) -> None:
-    """Delete the files of one rank for old versions, and temporary files that a killed process of the rank has left.
+    """Delete the files that one rank wrote for old versions, and temporary files that a killed process of this rank left.
 
     Args:
         folder: shared folder.

@@ -398,7 +398,7 @@ class PushReceiver:
     def _box_of(
         self, shadow: ShadowCopy, shard: Shard, tensor: WireTensor, address: int
     ) -> StridedCopy:
-        """Return the copy of a shard's box from the whole tensor at `address` into the shadow copy."""
+        """Return the operation that copies a shard's box out of the whole tensor at `address` into the shadow copy."""
         position = self._indices[shard.parameter]
         dtype = self._manifest.parameters[position].dtype
         strides = contiguous_strides(tensor.shape, tensor.dtype.itemsize)

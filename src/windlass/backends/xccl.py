@@ -263,7 +263,7 @@ class CollectiveSender:
         return Written(self._source.delivered(destinations), pack_s + packed_s, wire_s)
 
     def close(self) -> None:
-        """Leave the group, and free what was prepared for writes. Idempotent."""
+        """Leave the group, and close the source and the copies that were prepared for writes. Idempotent."""
         if self._group is not None:
             self._group.abort()
         self._forget_packs()

@@ -54,7 +54,7 @@ class LinkCopies:
         bound: Mapping[str, Bound],  # noqa: ARG002
         narrow: Narrow,  # noqa: ARG002
     ) -> dict[str, Command]:
-        """Return the commands that bind the links between engines: rank -> command. By default there are none.
+        """Return the commands that bind the links between engines: rank -> command. By default, return no commands.
 
         The ranks get the commands after all sources and engines have bound the plan.
 

@@ -510,8 +510,8 @@ class FleetBinder:
     def _unbound(self, failed: Mapping[str, Result | WindlassError], what: str) -> EnginesUnbound:
         """Return the error for engine ranks whose call failed. `what`: text for the failure, such as "did not join".
 
-        The error has a reason for each engine to refuse and for each late rank. If there is none, the error's text names a
-        rank that has lost its connection.
+        The error has a reason for each engine to refuse and for each late rank. If all failed ranks have lost their
+        connections, the error's text names one of these ranks.
         """
         refusals, late, gone = {}, {}, ""
         for worker, result in failed.items():

@@ -56,7 +56,7 @@ class DrivenRound:
         return self._driver.machine.phase is Phase.WRITE
 
     async def until_paused(self) -> None:
-        """Wait until all engines of the round have paused and wait for bytes.
+        """Wait until all engines of the round have paused, so that the caller may send bytes.
 
         Raises:
             RoundAborted: the round ended before all engines paused, for example because no engine is left.

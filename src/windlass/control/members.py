@@ -261,7 +261,7 @@ class Members:
             self._note_refusal(frame.group, frame.group, reason)
 
     async def _admit(self, hello: Hello, socket: web.WebSocketResponse) -> AgentSession:
-        """Disconnect the agents that this agent replaces, add it to the fleet, and return its new session.
+        """Disconnect the agents that the sender of `hello` replaces, add the sender to the fleet, and return its session.
 
         The epoch and the published version of the run may rise to the values in the Hello (`Run.note_joined`).
         """

@@ -243,14 +243,14 @@ class NetworkPeer(ABC):
     def refuse_closed(self, deadline: Deadline) -> None:
         """Raise `TransferFailed` if the transport is closed.
 
-        Call this before you report the end of the peer. `close` of the transport also closes `liveness`, and a
-        closed `liveness` reports that the peer has ended.
+        Call this before reporting that the peer has ended. The transport's `close` also closes `liveness`, which then
+        reports that the peer has ended although the peer may still run.
         """
         if self.is_closed:
             raise TransferFailed(f"{deadline.purpose}: the transport is closed")
 
     def refuse_open(self, deadline: Deadline) -> None:
-        """Raise unless a new call to this peer may begin. The caller holds the lock.
+        """Check that a new call to this peer may begin. The caller holds the lock.
 
         Raises:
             PeerUnreachable: the peer's process has ended.

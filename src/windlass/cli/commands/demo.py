@@ -334,7 +334,10 @@ def _with_context(arguments: tuple[str, ...], kind: str, context: int) -> tuple[
 
 
 def _pause_mode(args: argparse.Namespace) -> PauseMode:
-    """Return the default pause mode: `in_place` for vLLM on GPUs, `retract` for embedded engines with --colocate, otherwise `abort`.
+    """Return the default pause mode.
+
+    With --colocate, this is `retract` for embedded engines and `abort` for servers. Without --colocate, it is `in_place`
+    for vLLM on GPUs and `abort` for all other engines.
 
     vLLM cannot retract requests at an update. SGLang gets `abort` even on GPUs: SGLang 0.5.16, the release for GPUs,
     reports a single version for all tokens of an answer. This version would be wrong if a request continued after an

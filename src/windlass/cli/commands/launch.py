@@ -56,9 +56,9 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _checked_config(file: Path, *, runs_recipe: bool) -> LaunchConfig:
-    """Return a job's configuration after making all checks that a start makes.
+    """Make all checks that a start of the job makes, and return the job's configuration.
 
-    If `runs_recipe`, also run the recipe's file and its checks.
+    If `runs_recipe`, also run the files of the recipe and of the reward function, and call `Recipe.check`.
 
     Raises:
         ConfigError: a check found a mistake. The error lists the mistakes of all checks.

@@ -210,7 +210,7 @@ def _installed_version() -> str:
     """Return the version of the installed distribution.
 
     Raises:
-        TransportUnavailable: no distribution is installed, or several are, or it is too old.
+        TransportUnavailable: no distribution is installed, several are installed, or the installed one is too old.
     """
     found = [f"{name} {version(name)}" for name in _DISTRIBUTIONS if is_installed(name)]
     if not found:
