@@ -545,9 +545,9 @@ class Lifecycle:
     # --- too old -----------------------------------------------------------------------------
 
     def _throw_away(self, record: Record, outcome: RolloutOutcome | None) -> None:
-        """Discard an answer that is too old, or an attempt whose answer would be too old. Resubmit or drop the rollout.
+        """Resubmit or drop a rollout whose answer is too old, or would be too old.
 
-        The attempt must no longer run at a worker, and the policy must not count the sample as accepted.
+        The rollout must not have a running attempt, and the policy must not count the sample as accepted.
         """
         self.table.counts.wasted_tokens += 0 if outcome is None else len(outcome.versions())
         if self._policy.makes_again(record.resubmits):
@@ -560,7 +560,7 @@ class Lifecycle:
     def _drop(self, record: Record) -> None:
         """Drop a rollout that is too old. An incomplete group that can lose a rollout continues without it.
 
-        Otherwise end the whole group, so that the group's handle raises `RolloutError`.
+        Otherwise end the whole group, and let the group's handle raise `RolloutError`.
         """
         policy, group = self._policy, record.group
         error = RolloutError(
@@ -805,7 +805,7 @@ class Lifecycle:
     def _fail(self, record: Record, error: Exception) -> None:
         """End a rollout that has failed. A group that can lose a rollout continues without it.
 
-        Otherwise cancel the other rollouts of the group, so that the group's handle raises `error`.
+        Otherwise let the group's handle raise `error`, and cancel the other rollouts of the group.
         """
         self.newest_failure = str(error)
         said = record.last_error or type(error).__name__

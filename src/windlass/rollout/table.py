@@ -329,7 +329,10 @@ class RolloutTable:
         self.counts = Counts()
 
     def move(self, record: Record, state: State, *, front: bool = False) -> None:
-        """Set a record's state; move the record to the end of the state's queue, or with `front` to the front."""
+        """Set a record's state; move the record to the end of the state's queue, or with `front` to the front.
+
+        A record in the state ENDED leaves the table.
+        """
         if record.timer is not None:
             record.timer.cancel()
             record.timer = None

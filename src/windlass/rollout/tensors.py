@@ -153,7 +153,7 @@ class SampleTensor(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
     def to_torch(self) -> Any:
         """Return a torch tensor of the elements, on the CPU. Copy the elements only if their memory is read-only.
 
-        Elements that a transport has written are not copied.
+        Memory into which a transport has written the elements is not read-only.
 
         Raises:
             ConfigError: another process holds the elements.

@@ -387,7 +387,7 @@ class RolloutWorker(Client[WriteTensors, TensorsWritten, WorkerWelcome | TaskBat
         """Stay connected to the controller and deliver outcomes.
 
         Return when the controller refuses the worker, or when no controller was reachable for `controller_gone_s`.
-        `ended` then has the reason.
+        The future `ended` then has the reason as its exception.
         """
         delivery = asyncio.create_task(self._deliver(), name="outcomes")
         watch = BlockWatch(self._loop, f"worker {self._settings.name}")
