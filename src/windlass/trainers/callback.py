@@ -172,7 +172,7 @@ class RolloutCallback(Closing):
         self._continue(number, deadline_s)
 
     def _continue(self, version: int, deadline_s: float | None) -> None:
-        """Send the call that ends the update. Also stop the thread of `_report`, even after an error (see `_call`)."""
+        """Send the call that ends the update. Stop the thread of `_report` even if the call fails; see `_call`."""
         ended = self._ended
         try:
             self._call(ContinueCall(version), deadline_s)

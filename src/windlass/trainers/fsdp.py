@@ -184,8 +184,7 @@ def describe_trainer(
 def _harmless(tensors: Sequence[HeldTensor], manifest: ShardManifest) -> tuple[str, ...]:
     """Return the checkpoint names, as patterns, of tensors that engines need not have.
 
-    These are buffers, and parameters that share memory with another parameter (tied weights), because some engines have
-    just one of these parameters.
+    These are buffers and tied weights (parameters that share memory). An engine may lack some names of a tied weight.
     """
     memory: dict[tuple[object, ...], str] = {}
     spared: set[str] = set()

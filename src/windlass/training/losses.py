@@ -100,7 +100,7 @@ def importance_weights(
 
     A weight above `cap` becomes `cap` (truncated importance sampling) or 0 (masked importance sampling). See Yao et al.,
     "Your Efficient RL Framework Secretly Brings You Off-Policy RL Training" (2025), and Ionides, "Truncated Importance
-    Sampling" (2008). For `Level.SEQUENCE`, the weight is the product over the tokens of a sequence. For
+    Sampling" (2008). For `Level.SEQUENCE`, the weight is the product of the ratios of a sequence's tokens. For
     `Correction.NONE`, all weights are 1.
     """
     difference = (logprobs.detach() - rollout_logprobs) * mask

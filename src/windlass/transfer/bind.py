@@ -61,7 +61,7 @@ def bind_peers(
         check: function that refuses a binding by raising PlanError or RegionError.
 
     Raises:
-        PlanError: a destination has no binding. Later links are not checked then.
+        PlanError: a destination has no binding. The links after this link were not checked.
         BindingsRefused: `check` refused some bindings. All bindings were checked, and the error has each reason.
     """
     known = {binding.worker: binding for binding in bindings}

@@ -447,9 +447,9 @@ def describe_module(
 
     A tensor with several names (tied weights) is described under its first name, and the other names become aliases.
     Without `stacked`, a transformers model is described in the form that transformers saves: with other names, and with
-    the single tensors in place of fused ones (`saved_parts`). `name_map` is applied before this conversion. A tensor is
-    then converted only if its mapped name exists in the transformers model. So `name_map` may remove the prefixes of a
-    PEFT model or of the caller's own wrapper, and the conversion still works.
+    the single tensors in place of fused ones (`saved_parts`). `name_map` is applied before this conversion. With
+    `name_map`, a tensor is converted only if its mapped name exists in the transformers model. So `name_map` may remove the
+    prefixes of a PEFT model or of the caller's own wrapper, and the conversion still works.
 
     Args:
         module: any module, with or without wrappers; its parameters may be DTensors.
@@ -751,9 +751,9 @@ class LiveTensors:
         return _State(counts, frozenset(_merged(self._modules)))
 
     def _name_in(self, merged: Collection[tuple[int, tuple[str, ...]]]) -> str:
-        """Return the name of a described tensor in one of these PEFT layers, for an error.
+        """Return the name of a described tensor in one of these PEFT layers, for an error about a changed parameter.
 
-        Return the path of the layer if it has no described tensor, and "of adapters" if the layer was removed.
+        If the layer has no described tensor, return its path. If the layer was removed, return "of adapters".
         """
         layers = {layer for layer, _ in merged}
         for module in self._modules:
@@ -864,7 +864,7 @@ def _num_writes(tensor: torch.Tensor) -> int:
 def _registered(
     modules: Sequence[torch.nn.Module],
 ) -> tuple[list[str], list[torch.Tensor]]:
-    """Return names and tensors of all modules, in an order that depends only on the modules.
+    """Return the names of all tensors and child modules, and all tensors, in an order that depends only on the modules.
 
     For a parameter that FSDP2 has gathered, return its shard.
     """

@@ -358,7 +358,7 @@ class RelayReceiver:
                         writer.write(ACCEPTED)
                         last = await self._follow(stream, opened.upstream, events)
                     finally:
-                        # The writer's process has ended or has closed the connection, so it writes nothing more.
+                        # The writer has sent `End`, or its connection has ended. So it begins no further write.
                         events.put((opened.upstream, last))
             finally:
                 writer.close()
@@ -484,7 +484,7 @@ class ChunkWriter:
         earlier = tuple(self._jobs)
 
         def end() -> None:
-            # The pool begins jobs in their order, so all earlier jobs have threads. This wait takes no thread from them.
+            # The pool begins jobs in their order, so all earlier jobs already have threads. So this wait cannot block them.
             wait(earlier)
             lost = any(job.exception() is not None for job in earlier)
             if self._sender is not None:
@@ -722,8 +722,8 @@ class RelaySource:
     ) -> Written:
         """Write to the roots of all relay groups. At the same time, the sender writes to all other destinations.
 
-        This rank does not write to members below the roots. The outcome for such a member is OK if the link is packed,
-        because the digest is then known. The member itself reports in `Relayed` whether the bytes have arrived.
+        This rank does not write to members below the roots. For such a member, OK means only that the link is packed and
+        its digest is known. The member itself reports in `Relayed` whether the bytes have arrived.
 
         Raises:
             RoundAborted: this rank has no link to one of the destinations.
@@ -893,7 +893,7 @@ class RelayRound:
         return bool(self._left)
 
     def on_chunk(self, upstream: str, landed: ChunkLanded) -> None:
-        """Hash a chunk that `upstream` has written. If its digest is right, queue its writes to the children.
+        """Hash a chunk that `upstream` has written. If its digest is right, queue the write of the chunk to each child.
 
         Otherwise record that bytes of the chunk's source are missing. In both cases this rank no longer waits for the
         chunk. Ignore a chunk that this rank does not wait for.
