@@ -100,7 +100,7 @@ class Controller:
         """URL to which trainers, engines and workers connect.
 
         Raises:
-            ConfigError: `port` is 0, and the system chooses a port only when the `async with` block begins.
+            ConfigError: `port` is 0, and the controller's `async with` block has not begun, so there is no port yet.
         """
         if not self._has_port:
             raise ConfigError(

@@ -65,7 +65,7 @@ class Run:
     # --- reports of agents -------------------------------------------------------------------
 
     def check_past(self, hello: Hello) -> None:
-        """Check the version and the round id in the `Hello` of a connecting agent, which earlier controllers gave it.
+        """Check the version and the round id that a connecting agent got from earlier controllers.
 
         Raises:
             ProtocolError: a value is out of range. Or the agent is a trainer rank of another run, and this controller has

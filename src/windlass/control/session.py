@@ -44,9 +44,9 @@ class AgentSession(Session[Command | Probe, Result]):
         self.host = host_of(socket)
 
     async def probe(self, round_id: RoundId) -> None:
-        """Send a probe, which the agent answers after all earlier commands; do nothing if the connection is lost.
+        """Send a probe. If the connection is lost, do nothing.
 
-        `Fleet.settle` uses the answer.
+        The agent answers the probe after all earlier commands. `Fleet.settle` uses the answer.
         """
         try:
             await self.send(Envelope(*round_id, PROBE_SEQ, Probe()))

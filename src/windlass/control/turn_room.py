@@ -11,9 +11,9 @@ from windlass.wording import listed
 def too_large(trainers: Iterable[Hello], engines: Iterable[Hello]) -> Mapping[str, str]:
     """Return the engines whose update cannot fit into the memory that they share: name -> reason.
 
-    At two times, the memory must be large enough. While an engine reads new weights, the trainer's weights are in memory
-    too. After the trainer's `release`, the engine maps its caches. Memory of other libraries is not known, so an update
-    that passes this check may still find too little memory.
+    This checks two moments of an update. While an engine reads new weights, the trainer's weights are in memory too. After
+    the trainer's `release`, the engine maps its caches. Memory of other libraries is not known, so an update that passes
+    this check may still find too little memory.
 
     Args:
         trainers: first messages of all trainer ranks.

@@ -41,7 +41,7 @@ def fingerprint(memory: torch.Tensor) -> int:
 def places_sum(values: torch.Tensor, places: torch.Tensor) -> int:
     """Return the part of a fingerprint that n words contribute; `fingerprint` adds such parts modulo 2^64.
 
-    `values`, (n,), are the words as integers, and `places`, (n,), are their indices in the memory.
+    `values` (n,) has the words as integers. `places` (n,) has the index of each word in the memory.
     """
     return _mixed_sum(values, places * _STEP)
 
@@ -62,7 +62,7 @@ def _signed(number: int) -> int:
 
 
 def _words_of(memory: torch.Tensor) -> torch.Tensor:
-    """View a tensor as int64 if its size is a multiple of 8 bytes, otherwise as integers of the element's size.
+    """View a tensor as int64 if its size is a multiple of 8 bytes; otherwise view each element as an integer.
 
     If an int64 view is impossible because the memory is not aligned to 8 bytes, return a copy.
     """

@@ -446,8 +446,8 @@ class EngineRank:
         """Leave the current fleet, if any, and unregister the rank's memory. The fleet's controller must have ended.
 
         Raises:
-            ProtocolError: the controller is still connected after `deadline_s`, so that a trainer may still write;
-                or the weights may be mixed, and only an update by the current fleet makes them whole.
+            ProtocolError: the controller is still connected after `deadline_s`, so a trainer may still write. Or the
+                weights may be mixed, and only an update by the current fleet makes them whole.
         """
         self._require_free(deadline_s)
         if self._client is not None:

@@ -92,8 +92,8 @@ def exit_at_signal(number: int, _frame: FrameType | None) -> None:
 def _end_signals() -> int:
     """Return a file descriptor that becomes readable at the next SIGTERM or SIGINT. Call this in the main thread.
 
-    Python runs signal handlers only in the main thread, and a main thread that waits for a lock may never run them. So let
-    CPython's own C handler write to a pipe (`signal.set_wakeup_fd`), which it does at once.
+    Python runs signal handlers only in the main thread, and a main thread that waits for a lock may never run them. But
+    CPython's own C handler runs at once. Let it write to a pipe (`signal.set_wakeup_fd`).
     """
     reader, writer = os.pipe()
     os.set_blocking(writer, False)

@@ -84,7 +84,7 @@ def refuse_options(words: Sequence[str], rules: Iterable[Rule], transport: str =
 def refuse_settings(
     engine: str, rules: Iterable[Rule], setting: Callable[[str], object], transport: str = ""
 ) -> None:
-    """Check the settings of a running engine, which come from its options, files or defaults.
+    """Check the settings of a running engine. They come from the engine's options, files or defaults.
 
     `setting` returns the value of a setting by name. It raises LookupError if the engine's release has no setting of
     that name; the setting is then not checked. `transport` is the name of the engine's transport.

@@ -337,11 +337,11 @@ def order_step(
 def check_layouts(engine: str, ranks: Sequence[CapturedLayout]) -> None:
     """Check that updates will reach every checkpoint tensor that the engine's loader reads.
 
-    If the loader reads a tensor but no rank's memory contains it, the values are in memory that capture cannot see
-    (such as a kernel's private copy), so that updates would not change them.
+    A loader may read a tensor that no rank's memory contains. The values are then in memory that capture cannot see (such
+    as a kernel's private copy), and updates would not change them.
 
-    Print to stderr: tensors that the loaders of all ranks skip; the bytes of buffers and the number of tensors
-    that the loader recomputes after each update; the seconds of each capture stage on the slowest rank.
+    Print to stderr which tensors the loaders of all ranks skip. Also print the bytes of buffers and the number of tensors
+    that the loader recomputes after each update, and the seconds of each capture stage on the slowest rank.
 
     Raises:
         ConfigError: a loader reads a tensor that no rank's memory contains; the message names these tensors.

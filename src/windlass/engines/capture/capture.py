@@ -129,9 +129,9 @@ def capture(
             restore the values of parameters.
 
     Raises:
-        UnsupportedLayout: the loader failed (the message has the reason). Or the model has a computed tensor that no
-            partial load computes again, a parameter (other than a scalar) that the loader does not write, a tensor that
-            moves with every load, or a tensor that only exists after a load. The message names these tensors.
+        UnsupportedLayout: the loader failed; the message has the reason. Or the model has one of these tensors, which the
+            message names: a computed tensor that no partial load computes again; a parameter (other than a scalar) that
+            the loader does not write; a tensor that moves with every load; a tensor that only exists after a load.
     """
     held = Watched(model, ignored)
     seconds: dict[str, float] = {}
@@ -332,8 +332,8 @@ def _find_multiplied(
 ) -> dict[str, float]:
     """Return name -> factor for the tensors that the loader multiplies by one of `factors`.
 
-    Load checkpoint tensors of ones to find these tensors: a multiplied tensor then contains only its factor, or its
-    factor and zeros.
+    To find these tensors, load a checkpoint in which every element is 1. A multiplied tensor then contains only its factor,
+    or its factor and zeros.
     """
     found: dict[str, float] = {}
     if others := [factor for factor in factors if factor != 1.0]:
@@ -461,8 +461,8 @@ def _observe_once(
     )
     derived_numbers = loads.held.numbers
     right = {n for n in right if _is_received(held[n], loads.codes)} - derived_numbers
-    # The load of random values did not change these tensors, but they do not have their initial bytes any more. So the
-    # loader computes these tensors from the checkpoint.
+    # These tensors kept their bytes during the load of random values, but an earlier load changed their initial bytes. So
+    # the loader computes them from the checkpoint.
     hidden = {
         n for n in constants if n in loads.start.prints and prints[n] != loads.start.prints[n]
     }
@@ -703,15 +703,15 @@ def _require_repeated(
     """Load the engine's own checkpoint again, and check that the model has the same bytes as before the capture.
 
     If `layers` is given, load only one layer of each group of identical layers; if the loader fails on this part of the
-    checkpoint, load all of it. If `part` is given, also compute the computed tensors again as after an update, and check
-    their bytes.
+    checkpoint, load all of it. If `part` is given, then compute the computed tensors again, as an update does, and check
+    the bytes of these tensors too.
 
     Returns:
         Names of the tensors that were not compared, because their layers were not loaded.
 
     Raises:
         UnsupportedLayout: a tensor has other bytes than before the capture; the message names these tensors. Or a Python
-            number depends on the checkpoint, but all loads of random values gave it one value (`_refuse_numbers`).
+            number depends on the checkpoint, but all loads of random values gave it the same value (`_refuse_numbers`).
     """
     computed = frozenset() if part is None else frozenset(part.names)
     buffers = frozenset() if part is None else frozenset(spec.name for spec, _ in part.buffers)
@@ -742,8 +742,8 @@ def _require_repeated(
 def _refuse_numbers(loads: _Loads, before: Mapping[str, Number]) -> None:
     """Raise UnsupportedLayout if a Python number depends on the checkpoint in a way that loads of random weights cannot show.
 
-    All loads of random weights gave such a number one value. The engine's own checkpoint gives it another value, both at
-    the start and now. `before` has the numbers after the last load of random weights, by path.
+    All loads of random weights gave such a number the same value. The engine's own checkpoint gives it another value, both
+    at the start and now. `before` has the numbers after the last load of random weights, by path.
     """
     start, now = loads.start.numbers, loads.held.all_numbers()
     hidden = differing(start, before) - differing(start, now) - loads.counted

@@ -326,9 +326,9 @@ def describe(
     checkpoint tensors that the engine's loader reads. `tied` maps each name of a tied parameter to all its names.
 
     Raises:
-        UnsupportedLayout: the checkpoint elements in a tensor are scattered over too many boxes, or they are scattered
-            and the tensor is too large to read every place. Or updates must send the checkpoint's dtype for a tensor,
-            but the tensor's elements come from checkpoint tensors of several dtypes.
+        UnsupportedLayout: the checkpoint elements in a tensor are scattered over too many boxes. Or they are scattered, and
+            the tensor is too large to read every place. Or updates must send the checkpoint's dtype for a tensor, but the
+            tensor's elements come from checkpoint tensors of several dtypes.
     """
     builder = ManifestBuilder(worker, Role.ENGINE)
     addresses: list[int] = []
@@ -383,9 +383,8 @@ _HALVES = (DType.BFLOAT16, DType.FLOAT16)
 def _received_dtype(name: str, holding: Holding, parts: Parts) -> DType:
     """Return the dtype that updates send for a tensor.
 
-    Usually this is the dtype of the engine's tensor. But if the engine's tensor is bfloat16 and the checkpoint's is
-    float16, or the other way round, updates send the checkpoint's dtype, because neither of these dtypes can represent all
-    values of the other.
+    Usually this is the dtype of the engine's tensor. But neither bfloat16 nor float16 can represent all values of the
+    other. So if one tensor is bfloat16 and the other is float16, updates send the dtype of the checkpoint tensor.
 
     Raises:
         UnsupportedLayout: the checkpoint's dtype is needed, but the checkpoint tensors have several dtypes.

@@ -132,9 +132,9 @@ def find_mirrors(
         numbers: Python numbers of the engine, by path.
 
     Returns:
-        `mirrors` has the tensors that copy elements of weights. `derived` has the tensors that correlate with a weight,
-        the mirrors in read-only memory, the mirrors that may copy either of two weights, and the numbers that equal the
-        smallest or largest element of a weight.
+        `mirrors` has the tensors that copy elements of weights. `derived` has four kinds of values: tensors that correlate
+        with a weight, mirrors in read-only memory, mirrors that may copy either of two weights, and numbers that equal
+        the smallest or largest element of a weight.
     """
     sources = [h for h in weights if h.tensor.is_floating_point() and h.tensor.numel() >= FEW]
     mirrors: dict[str, Mirror] = {}
@@ -201,9 +201,9 @@ def _on_devices(
 
 
 def _in_memory_of(part: Part, copy: torch.Tensor, tensor: torch.Tensor) -> Part:
-    """Return a part whose target is a view of `tensor`, in place of the same view of `copy`.
+    """Return `part` with a view of `tensor` as its target. The target of `part` is the same view of `copy`.
 
-    `copy` is a copy of `tensor` on another device, with the same shape and strides.
+    `copy` is a copy of `tensor` on another device, with the same shape and strides, or `tensor` itself.
     """
     if copy is tensor:
         return part
@@ -450,7 +450,7 @@ def _part(
 
 
 def _rows_in(rows: torch.Tensor, places: torch.Tensor, matrix: torch.Tensor) -> torch.Tensor:
-    """Return, for each row of `rows` whose index is in `places`, the index of an equal row of `matrix`, or -1.
+    """For each index in `places`, compare this row of `rows` with `matrix`; return the index of an equal row, or -1.
 
     Compare each row only with the first row of `matrix` that has the same hash of 8 columns. So the result may be -1
     although a later row of `matrix` is equal.
@@ -532,7 +532,7 @@ def _longest(
 def _starts(rest: torch.Tensor, matrix: torch.Tensor) -> torch.Tensor:
     """Return, for each position of a weight, whether the next `FEW` elements equal the first `FEW` elements of `rest`.
 
-    The positions are all columns of a weight with one row, and the starts of rows of any other weight.
+    In a weight with one row, every column is a position. In any other weight, only the starts of rows are positions.
     """
     windows = matrix[0].unfold(0, FEW, 1) if len(matrix) == 1 else matrix[:, :FEW]
     return _equal(rest[:FEW], windows).all(1)
@@ -630,7 +630,7 @@ def _extremes(numbers: Mapping[str, Number], sources: list[Holding]) -> dict[str
 def _uncommon(value: Number) -> float | None:
     """Return a number as a float if it has more than five significant bits, else None.
 
-    Fewer bits are typical of settings, such as 0.125 or 448, which may equal an element of a weight by chance.
+    Settings, such as 0.125 or 448, typically have fewer bits. They may equal an element of a weight by chance.
     """
     if isinstance(value, bool | int | complex) or not 0 < abs(value) < float("inf"):
         return None

@@ -354,7 +354,7 @@ class Signature:
     def _note(self, item: Any, shape: Shape) -> list[Collection[object]]:
         """Return live views of an object's attributes and items, for `_Group`.
 
-        Python has no live view of the contents of other objects, such as slots; record them in `_others`.
+        Python has no live view of other contents, such as slots. Record the identities of these contents in `_others`.
         """
         found: list[Collection[object]] = []
         if shape.has_dict:
@@ -390,7 +390,7 @@ def _followed(values: Iterable[object]) -> list[int]:
 
 
 def _members(item: Any, shape: Shape) -> Iterable[object]:
-    """Return the values in an object that is not a dict, except the values in the object's `__dict__`."""
+    """Return the values in an object other than a dict, without the values in the object's `__dict__`."""
     held: Iterable[object] = ()
     match shape.form:
         case Form.SEQUENCE | Form.SET:
@@ -551,7 +551,7 @@ class _Walk:
                 self._values(node, Join.CALL, (("", value) for value in _returned(item, shape.form)))  # fmt: skip
 
     def _is_of_server(self, kind: type) -> bool:
-        """Return whether a class whose objects have a lock belongs to the server, not to the model.
+        """Return whether a class belongs to the server, not to the model. Call this if the class's objects have a lock.
 
         Return True if the class is in a server's package, or if no module of the model is in the class's package. The walk
         then skips the objects of the class.
@@ -617,10 +617,10 @@ class _Walk:
         self._globals(_globals_of(function))
 
     def _enter_class(self, kind: type) -> None:
-        """Add what the methods of a class can read, for the class and each base class.
+        """Add what the methods of a class and of its base classes can read.
 
-        This is the data in the class's attributes, the class's functions that have state, and the globals that its functions
-        use.
+        For each of these classes, add the data in its attributes, its functions that have state, and the globals that its
+        functions use.
         """
         for base in kind.__mro__:
             if not _is_foreign(base.__module__):

@@ -364,8 +364,8 @@ def _find_unaffected_numbers(
     Make one or two loads to find these numbers. `base` has fingerprints after a load of `codes.random(0)`.
 
     Raises:
-        UnsupportedLayout: a number changes if digits are loaded, but not if random values are loaded, so that
-            `Search` could not find its sources. The message names these numbers.
+        UnsupportedLayout: a load of digits changes a number, but a load of random values does not. So `Search` could not
+            find the sources of this number. The message names these numbers.
     """
     if not held.numbers:
         return frozenset()

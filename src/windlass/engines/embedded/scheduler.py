@@ -267,7 +267,7 @@ class Scheduler:
     def _forward(self) -> Step:
         """Return a prefill step if a request waits and a slot is free, else a decode step of the running requests.
 
-        For a prefill step, move as many waiting requests as possible to free slots.
+        Before a prefill step, give each waiting request a free slot, until no request waits or no slot is free.
         """
         slots, rows = sorted(self._running), list[list[int]]()
         if self._waiting and self._free:

@@ -112,7 +112,7 @@ def session(
 ) -> Iterator[Mapping[str, str | bool]]:
     """Open an update session of SGLang, and yield the fields that the request of every order must contain.
 
-    `has_sessions` is False if the caller knows that the release has no sessions, which saves a request.
+    A caller that knows that the release has no sessions sets `has_sessions` to False, to save a request.
     At the end of the `with` block, SGLang's ranks post-process weights. The block ends when the ranks of the first
     pipeline stage have finished this.
     """

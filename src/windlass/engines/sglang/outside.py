@@ -206,8 +206,8 @@ def _wait_for_change(server: EngineHttp, tables: tuple[WeightTable, ...]) -> Non
     """Wait until the server has ended, or publishes tables that differ from `tables`.
 
     Keep an idle connection to the server open: the kernel of the server's host closes the connection when the server's
-    process ends. The server or a proxy may also close the connection earlier. So after each close, read the tables, and
-    wait again if they are equal to `tables`.
+    process ends. The server or a proxy may also close the connection earlier. So after each close, read the server's tables,
+    and wait again if the server still publishes `tables`.
     """
     target, pauses = urlsplit(server.url), Backoff(0.05, 5.0).pauses()
     port = target.port or (443 if target.scheme == "https" else 80)

@@ -132,7 +132,7 @@ class RankSaver:
         given = tuple(message.tags or ())
         order = next((t.removeprefix(_ORDER_TAG) for t in given if t.startswith(_ORDER_TAG)), "")
         if order:
-            # A framework may map the remaining memory before the round ends. The scheduler must then stay paused.
+            # The scheduler must stay paused until the round ends, even if a framework maps the other memory earlier.
             self.paused()
         if tags := self._tags_of(message) & self._state.asleep:
             if refusal := _agreed(updater, self._shortage(tags)):

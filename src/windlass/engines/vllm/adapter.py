@@ -50,8 +50,8 @@ def capture_adapter(
     """Capture the layout of the adapter that vLLM's worker serves. The worker's main loop calls this.
 
     vLLM keeps a copy of each loaded adapter in host memory. After a successful capture, this copy has the weights of the
-    adapter's folder, and the adapter keeps its slot, so that vLLM never copies these weights over an update. After a failed
-    capture, the copy has the same weights as before.
+    adapter's folder. The adapter is pinned to its slot, so that vLLM does not overwrite updated weights with the copy.
+    After a failed capture, the copy has the same weights as before.
 
     Raises:
         UnsupportedLayout: vLLM does not serve exactly one adapter; see also `capture`.
@@ -66,7 +66,7 @@ def capture_adapter(
             worker.remove_lora(number)
             worker.add_lora(LoRARequest(settings.adapter, number, str(place)))
 
-    # vLLM's `LoRAModelManager` (0.24, 0.32), which has the copies of all loaded adapters in host memory.
+    # This is vLLM's `LoRAModelManager` (0.24, 0.32). It has the copies of all loaded adapters in host memory.
     adapters = vars(worker.model_runner.lora_manager)["_adapter_manager"]
     served, before = adapters.get_adapter(number), Snapshot(Slot(model), copies=True)
     try:

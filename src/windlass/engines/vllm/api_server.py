@@ -83,8 +83,8 @@ def note_adapters(modules: Sequence[Any] | None) -> None:
 def extend_api_server() -> None:
     """Patch `init_weight_transfer_engine` and `update_weights` of vLLM's `AsyncLLM` (0.24, 0.32). Idempotent.
 
-    With our weight-transfer backend, the first method orders the ranks of all replicas to join the trainer's fleet. The
-    second method pauses all replicas before it calls vLLM's own method, if the replicas run their steps together. With
+    With our weight-transfer backend, the first method orders the ranks of all replicas to join the trainer's fleet. If the
+    replicas run their steps together, the second method pauses all replicas before it calls vLLM's own method. With
     another backend, the patched methods only call the original methods.
     """
     from vllm.v1.engine.async_llm import AsyncLLM
@@ -144,8 +144,8 @@ def settings_of(engine: Any, order: JoinOrder) -> AgentSettings:
     If updates change the model and not an adapter, leave `checkpoint` empty: each rank sets its own host's folder.
 
     Raises:
-        ConfigError: the server has several adapters, the server has an adapter and several replicas of a model with
-            experts, the order names another model, or this host does not have the model.
+        ConfigError: the server has several adapters, or it has an adapter and several replicas of a model with experts.
+            Or the order names another model, or this host does not have the model.
         UnsupportedLayout: updates cannot change the whole adapter.
     """
     # Import here, because the module `checkpoint` imports torch.
@@ -185,7 +185,7 @@ async def join_ranks(
     All ranks capture their layouts, this process checks the layouts, and then all ranks join.
 
     If the engine is held until this controller sends a version (see `held_server`), do nothing. The blocked loop could not
-    carry out an order, and the ranks reconnect to the controller without one.
+    carry out an order, and the ranks need no order to reconnect to the controller.
 
     `engine` is vLLM's `AsyncLLM`. For the other arguments see `RankOrder`.
 

@@ -165,8 +165,8 @@ class Namespace:
     def enter(self, request: Any) -> None:
         """Move a vLLM `Request` with an older namespace to the current one, and hash its blocks again.
 
-        The request must own no cache blocks yet. If the engine has looked its prefix up under the older namespace, also
-        mark the request, so that connectors load nothing for it (see `load_current_entries`). If `salt` was never
+        The request must own no cache blocks yet. If the engine has looked up the request's prefix under the older namespace,
+        also mark the request, so that connectors load nothing for it (see `load_current_entries`). If `salt` was never
         called, Windlass does not update this engine, and the request keeps its salt.
         """
         known, salt = vars(request), request.cache_salt or ""

@@ -228,9 +228,9 @@ class _DirectCopies(TorchFunctionMode):
 
     @contextmanager
     def where_needed(self) -> Iterator[None]:
-        """Enter this mode for the `with` block, unless an earlier load made no direct copies.
+        """Enter this mode for the `with` block, if the model's loader may need it.
 
-        The mode makes a load slower by seconds.
+        The mode makes a load slower by seconds. So if a load makes no direct copies, later loads do not use the mode.
         """
         if not self._is_needed:
             yield
