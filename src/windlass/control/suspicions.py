@@ -65,7 +65,7 @@ class Suspicions:
     def add_to(
         self, report: UpdateReport, *, unchanged: bool, non_finite: Collection[str]
     ) -> UpdateReport:
-        """Fill in `UpdateReport.unchanged` and `.non_finite`, the two signs of a mistake; return the new report.
+        """Return the report with the fields `unchanged` and `non_finite`. Each is a sign of a mistake in the training.
 
         If several versions in a row have the same sign, log a warning for the first of them only.
 

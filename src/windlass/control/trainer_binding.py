@@ -83,7 +83,7 @@ class TrainerBinding:
     def _connect(self, command: ConnectTrainer) -> GroupOffer | None:
         """Bind the command's plan with the command's backend. End all earlier links; see `SenderBackend.connect`.
 
-        Record which parameters the plan reads, and which boxes are compared with other trainer ranks.
+        Record the parameters that the plan reads, and the boxes that this rank and other trainer ranks compare.
         """
         self._choose(command.backend)
         self._held.bind(command.replicated)

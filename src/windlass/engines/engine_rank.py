@@ -217,7 +217,7 @@ class RankHooks:
     def finalise(self) -> None:
         """Compute again all values of this rank that are derived from received weights; see `Captured.finalise`.
 
-        Record that the weights are not lost.
+        Record that the weights are no longer lost.
         """
         if self._captured is not None:
             self._captured.finalise()

@@ -358,8 +358,8 @@ def _observe_every_tensor(
     loads test values into every layer instead of only one layer per group of identical layers.
 
     Returns:
-        The layout of every tensor, and a `Recompute`. After an update, the `Recompute` loads a part of the checkpoint again,
-        and the loader then computes the tensors in `Seen.computed` again. It is None if there is no computed tensor.
+        The layout of every tensor, and a `Recompute` (None if there is no computed tensor). After an update, the `Recompute`
+        loads a part of the checkpoint again, and the loader then computes the tensors in `Seen.computed` again.
 
     Raises:
         UnsupportedLayout: a tensor is computed, and `recompute` is False.

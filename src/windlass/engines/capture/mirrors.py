@@ -201,7 +201,7 @@ def _on_devices(
 
 
 def _in_memory_of(part: Part, copy: torch.Tensor, tensor: torch.Tensor) -> Part:
-    """Return `part` with a view of `tensor` as its target. The target of `part` is the same view of `copy`.
+    """Return a part that fills `tensor` in the same way as `part` fills `copy`.
 
     `copy` is a copy of `tensor` on another device, with the same shape and strides, or `tensor` itself.
     """
@@ -450,7 +450,7 @@ def _part(
 
 
 def _rows_in(rows: torch.Tensor, places: torch.Tensor, matrix: torch.Tensor) -> torch.Tensor:
-    """For each index in `places`, compare this row of `rows` with `matrix`; return the index of an equal row, or -1.
+    """Search `matrix` for the rows of `rows` with the indices `places`. Return each found row's index in `matrix`, or -1.
 
     Compare each row only with the first row of `matrix` that has the same hash of 8 columns. So the result may be -1
     although a later row of `matrix` is equal.

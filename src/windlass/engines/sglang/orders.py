@@ -259,7 +259,7 @@ class SglangApi:
         with session(self._server, deadline_s, has_sessions=self._has_sessions) as selector:
             send_order(self._server, order, selector, self._world_size, answered_s)
             if block:
-                # SGLang post-processes weights at the end of the session, so do not end the session before the pause.
+                # SGLang post-processes weights at the end of the session. So keep the session open until the pause ends.
                 self._gate.wait_ended(pause_id)
         # SGLang answers this flush after every stage has noticed that no request is left.
         if self._num_stages > 1:

@@ -143,7 +143,8 @@ def _prepare(server_args: Any) -> None:
             raise LookupError(name) from error
 
     version = installed_version(RELEASES)
-    # The server learns its transport only when its ranks join. `_settings_and_secrets` checks the transport then.
+    # Accept the memory saver here, as if the transport were `pull`. The transport is known only when the ranks join;
+    # `_settings_and_secrets` checks it then.
     refuse_settings(
         "SGLang", rules_for(version, sleeps=settings.enable_memory_saver), setting, SLEEPING
     )

@@ -163,11 +163,11 @@ class RankSaver:
         self._state.caches_nbytes = int(vars(pool).get("mem_usage", 0) * (1 << 30))
 
     def paused(self) -> None:
-        """Record that the scheduler must stay paused when it may run again, because SGLang got a request to pause."""
+        """Record SGLang's request to pause: when memory has woken, the scheduler must stay paused."""
         self._runs = False
 
     def continued(self, scheduler: Any) -> None:
-        """Record, after SGLang's request to continue, that the scheduler must run.
+        """Record SGLang's request to continue: when memory has woken, the scheduler must run.
 
         While memory sleeps or the weights are lost, pause the scheduler again.
         """
@@ -415,7 +415,9 @@ class ServerSleep:
         self._server.post(RESUME, {"tags": [WEIGHTS, f"{_ORDER_TAG}{order}"]}, deadline_s)
 
     def go_on(self, deadline_s: float) -> None:
-        """Order all ranks to resume their schedulers. If a round woke the weights, they first map their other memory. Idempotent.
+        """Order all ranks to resume their schedulers. Idempotent.
+
+        If a round woke the weights, the ranks first map their other memory.
 
         Raises:
             PeerUnreachable, PeerTimeout: a rank has too little memory, or the server did not answer.

@@ -247,7 +247,7 @@ def rules_for(version: str, *, sleeps: bool = False) -> tuple[Rule, ...]:
 
 
 def require_pull(transport: str) -> None:
-    """Check the transport of a server with the memory saver; `transport` is its name or its configuration in JSON.
+    """Check the transport of a server with the memory saver. `transport` is a name, or a configuration in JSON.
 
     Raises:
         ConfigError: the transport is not `pull`.

@@ -66,7 +66,7 @@ def keep_lost_weights_paused() -> None:
             if any(core.collective_rpc(_IN_ROUND)):
                 raise RuntimeError("sleep: an update runs; call again after its end")
             if core.model_executor.is_sleeping and WEIGHTS not in core.model_executor.sleeping_tags:
-                # vLLM 0.24 ignores this call while the KV cache sleeps.
+                # vLLM 0.24 ignores a call of `sleep` while only the KV cache sleeps, so first wake the KV cache.
                 _wake(core, sorted(core.model_executor.sleeping_tags))
             _turn.may_be_lost |= level > 1
             _turn.resumes = _turn.woke = _turn.is_in_round = False
@@ -113,8 +113,8 @@ def begin(core: Any, pause_id: str) -> None:
     asked for last.
 
     Raises:
-        RuntimeError: a rank has too little memory, or the engine has woken since its agent asked for the pause. Before
-            this function raises, the pause fails in the agents of all ranks, with the same reason.
+        RuntimeError: a rank has too little memory, or the engine has woken since its agent asked for the pause. This
+            function then first makes the pause fail in the agents of all ranks, with the same reason.
     """
     try:
         _require_paused(core)
@@ -181,6 +181,6 @@ def _wake(core: Any, tags: Sequence[str], *, expects_update: bool = False) -> No
         # ranks; the other ranks ignore that call.
         executor.sleeping_tags |= {*tags}
         if "is_sleeping" in vars(executor):
-            # vLLM 0.24; in later releases it is a property.
+            # Only vLLM 0.24 stores this attribute. In later releases it is a property.
             executor.is_sleeping = True
         raise RuntimeError(reasons[0])

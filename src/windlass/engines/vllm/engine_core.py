@@ -157,7 +157,7 @@ class Namespace:
     def salt(self, own: str | None) -> str:
         """Return the salt of a new request, with the current namespace. `own` is the salt that the client chose, if any.
 
-        Until the first call, `enter` changes no request.
+        Until the first call of this method, `enter` changes no request.
         """
         self._has_salted = True
         return self._name + (own or "")
@@ -378,7 +378,7 @@ def load_current_entries(connector: Any, namespace: Namespace) -> None:
 
     A connector that has looked up a request's prefix before the last update may still use the keys of that look-up.
     `Namespace.enter` marks such requests. For these requests, the patched `get_num_new_matched_tokens` reports that no
-    tokens match. It does the same for a request with the address of cache entries that other weights have computed.
+    tokens match. It also reports this for a request with the address of cache entries that other weights have computed.
     When a request finishes, the patched connector adds the identity of the weights to the address of the request's
     entries.
 
