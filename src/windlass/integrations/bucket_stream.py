@@ -242,7 +242,7 @@ class BucketSender:
             owned.close()
 
     def _start(self, host: str, undo: ExitStack) -> None:
-        """Start the controller, register the buckets, and connect as the only trainer rank. `undo` ends all of these."""
+        """Start the controller, register the buckets, and connect as the only trainer rank. Closing `undo` reverts this."""
         settings, nbytes = self._settings, self._bucket_nbytes
         deadlines = PhaseDeadlines(
             pause_s=settings.deadline_s, write_s=settings.deadline_s, fleet_s=FLEET_S
@@ -300,7 +300,7 @@ class BucketSender:
         return report
 
     def _copy(self, entry: BucketEntry, tensor: torch.Tensor) -> None:
-        """Copy the part of a tensor that `entry` describes into the bucket that is being filled."""
+        """Copy one part of a tensor into the current bucket. `entry` has the part's place in the tensor and the bucket."""
         import torch
 
         flat = tensor.detach().reshape(-1).view(torch.uint8)
@@ -505,7 +505,7 @@ class BucketReceiver:
             owned.close()
 
     def _start(self, address: StreamAddress, undo: ExitStack) -> None:
-        """Register the bucket, and join the sender's fleet as an engine. Closing `undo` reverts these steps."""
+        """Register the bucket, and join the sender's fleet as an engine. Closing `undo` reverts this."""
         settings, nbytes = self._settings, address.bucket_nbytes
         self._turns = turns = _Turns()
         transport = settings.transport.create(towards=address.url, gpu=settings.gpu)
@@ -585,7 +585,7 @@ class StreamEnd:
         """Send every tensor. A rank that never opened its sender only takes part in the gathers and returns None.
 
         Args:
-            weights: (name, tensor) pairs; each iteration is collective over the ranks of the trainer.
+            weights: (name, tensor) pairs. Getting the next pair is collective over the ranks of the trainer.
 
         Raises:
             ConfigError, PeerUnreachable, RoundAborted, PeerTimeout, UnsupportedLayout: see `BucketSender.send`.
@@ -593,8 +593,8 @@ class StreamEnd:
         try:
             return await self.sender.send(weights) if self.sender.was_opened else None
         finally:
-            # Each iteration is a gather of all trainer ranks. After an error here, the other ranks still gather
-            # the remaining tensors and would wait for this rank.
+            # All trainer ranks gather each tensor together. After an error on this rank, the other ranks still gather
+            # the remaining tensors, and would wait for this rank.
             async for _ in weights:
                 pass
 

@@ -186,8 +186,8 @@ class BucketReader:
     def tensors(self, table: BucketTable) -> Iterator[tuple[str, torch.Tensor]]:
         """Yield (name, tensor) of every tensor that ends in this bucket.
 
-        Memory: a tensor that fits in one bucket is a view of the bucket, valid until the bucket is filled again. A
-        tensor in parts is joined in new memory.
+        Memory: a tensor that is whole in the bucket is a view of the bucket, valid until the bucket is filled again. The
+        parts of any other tensor are joined in new memory.
 
         Raises:
             ProtocolError: a part of a tensor is missing, or parts are in the wrong order.
@@ -224,7 +224,7 @@ class BucketReader:
 
 
 def _check(entry: BucketEntry, limit: int) -> None:
-    """Raise ProtocolError unless an entry is inside its tensor and inside the first `limit` bytes of the bucket."""
+    """Raise ProtocolError unless an entry's bytes are inside its tensor and inside the first `limit` bytes of the bucket."""
     whole = entry.tensor_nbytes
     if (
         len(entry.name) > MAX_NAME_LENGTH
@@ -248,7 +248,7 @@ def least_capacity(parts: Sequence[tuple[int, int]], limit_nbytes: int) -> int:
 
     Args:
         parts: see `BucketFiller.parts`.
-        limit_nbytes: present bucket size in bytes, and largest result.
+        limit_nbytes: current bucket size in bytes. The result is at most this size.
     """
     fixed = TRAILER_NBYTES + TABLE_FRAME_NBYTES
 

@@ -194,8 +194,8 @@ class TrainerRanks:
     def of_process(cls) -> Self:
         """Return the `TrainerRanks` of this process, with the store of `torch.distributed` if that is initialised.
 
-        The name contains the number of the call, so every rank must call this the same number of times. Ranks do not wait
-        for each other.
+        Every rank must call this the same number of times: the n-th results of all ranks exchange messages with each
+        other. Ranks do not wait for each other in this call.
         """
         import torch.distributed as dist
 

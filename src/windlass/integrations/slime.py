@@ -156,8 +156,8 @@ class WeightUpdater:
         """
         self._num_connected += 1
         if self._copies is not None:
-            # Unlike `update_weights`, slime calls this method inside its region of torch_memory_saver. Leave the region,
-            # because other processes cannot map its memory.
+            # slime calls this method (but not `update_weights`) inside its region of torch_memory_saver. Load the copies
+            # outside this region, because other processes cannot map memory that was allocated in it.
             with self._copies.outside_saver():
                 self._copies.load()
 

@@ -113,10 +113,10 @@ class WorkerSleep:
                 data.cpu_backup_tensor = None
 
     def wake_up(self, tags: Collection[str] | None = None) -> None:
-        """Map the memory with these tags again (all memory if None), if it sleeps; see vLLM's `Worker.wake_up`.
+        """Wake the sleeping memory that has one of these tags (all sleeping memory if None); see vLLM's `Worker.wake_up`.
 
         If the weights wake, also restore the tensors that `sleep` saved. Record a failure in `RankSleep.failure` and
-        raise nothing: if a worker raises, vLLM takes the other workers' answers for the answers to its next call.
+        raise nothing: if one worker raises, vLLM leaves the other workers' answers unread, and its next call reads them.
         """
         state, worker = self._rank.sleep, self._worker
         woken = state.asleep if tags is None else state.asleep & {*tags}
@@ -124,7 +124,7 @@ class WorkerSleep:
             return
         buffers = worker._sleep_saved_buffers
         if WEIGHTS in state.asleep - woken:
-            # vLLM 0.24 restores these buffers in every call, also while they sleep.
+            # vLLM 0.24 restores these buffers in every call, even if their memory still sleeps.
             worker._sleep_saved_buffers = {}
         state.failure = ""
         try:
@@ -156,7 +156,7 @@ class WorkerSleep:
     def _missed(self) -> str:
         """Search for values that the engine has computed from its weights; see `Captured.look`.
 
-        Return the reason why an update cannot fill all weights and values; an empty string if it can.
+        Return the reason why an update cannot fill all weights and all these values; an empty string if it can.
         """
         if torch.cuda.is_available():
             torch.cuda.synchronize()
@@ -169,7 +169,7 @@ class WorkerSleep:
         return ""
 
     def _copy_back(self) -> None:
-        """Copy the bytes that no update writes from `_copies` to the memory of the weights, and forget the copies."""
+        """Restore from `_copies` those bytes of the weights that no update writes, and drop the copies."""
         from vllm.device_allocator import cumem
 
         memory = ((address, address + copy.nbytes) for address, copy in self._copies.items())
@@ -179,7 +179,7 @@ class WorkerSleep:
         self._copies = {}
 
     def _tensors_to_save(self) -> Iterator[torch.Tensor]:
-        """Yield each tensor that sleeps and that an update neither writes nor computes again."""
+        """Yield each tensor in the memory of the weights that an update neither writes nor computes again."""
         pages = [found for found in allocations() if found.tag == WEIGHTS]
         caches = cache_storages(self._worker)
         held = (held_by(model, caches).values() for model in models_of(self._worker))

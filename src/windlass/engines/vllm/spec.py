@@ -279,8 +279,8 @@ def _node_options(args: argparse.Namespace) -> tuple[str, ...]:
 def generate_route() -> str:
     """Return the import path of the middleware that serves `/generate`; see `windlass.engines.vllm.generate_route`.
 
-    The middleware is `GenerateRoute`, which translates vLLM's own route. It is `CompletionsRoute` if this vLLM has no
-    such route, or if `OWN_VERSIONS` is set, because vLLM's route would label tokens with vLLM's own versions.
+    The middleware is `GenerateRoute`, which forwards requests to vLLM's own route. It is `CompletionsRoute` if this vLLM
+    has no such route, or if `OWN_VERSIONS` is set, because vLLM's route would label tokens with vLLM's own versions.
     """
     has_route = importlib.util.find_spec("vllm.entrypoints.scale_out") is not None
     name = (
@@ -292,10 +292,9 @@ def generate_route() -> str:
 def draft_follows(config: Any) -> bool:
     """Return whether updates reach the draft model of a server.
 
-    Updates reach a draft model that consists of the served checkpoint's layers for multi-token prediction (MTP), unless
-    the server has pipeline stages: then only the last stage has a draft model. Every other draft model keeps its first
-    weights. vLLM verifies every draft with the served model, so such a draft model changes only the number of accepted
-    tokens. `config` is vLLM's `VllmConfig`.
+    Updates reach the draft model only if it consists of the served checkpoint's layers for multi-token prediction (MTP)
+    and the server has one pipeline stage. Every other draft model keeps its initial weights. vLLM verifies every draft
+    with the served model, so only the number of accepted draft tokens changes. `config` is vLLM's `VllmConfig`.
     """
     draft = vars(config).get("speculative_config")
     return (
@@ -330,8 +329,8 @@ def refuse_unsafe_config(
     Args:
         config: vLLM's `VllmConfig`.
         adapter: True if updates change the server's adapter, False if they change the model.
-        serves_own_weights: see `AgentSettings`. False for a server of a job: the server's `--logprobs-mode` must fit
-            rollouts. True allows any mode, because the user who starts the server may need another mode.
+        serves_own_weights: see `AgentSettings`. If False, a job has started the server, and its `--logprobs-mode` must
+            be the mode for rollouts. If True, any mode is allowed, because the user who starts the server may need it.
         transport: name of the transport that receives weights.
 
     Raises:

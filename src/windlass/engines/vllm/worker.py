@@ -83,8 +83,10 @@ class VllmApi:
     def pause(self, mode: PauseMode, deadline_s: float) -> bool:
         """Pause the engine: `abort` ends running requests; `in_place` keeps requests and their KV cache.
 
-        Send `clear_cache=false`, because the cache is separated by version. Otherwise vLLM 0.32 would compute the KV cache
-        of all kept requests again. If vLLM sleeps, its scheduler is paused already, and stays paused until `resume`.
+        Tell vLLM not to clear its prefix cache (`clear_cache=false`), because Windlass separates the cache entries of
+        different versions. With a cleared cache, vLLM 0.32 would compute the KV cache of all kept requests again.
+
+        If vLLM sleeps, its scheduler is paused already, so send nothing. The scheduler stays paused until `resume`.
 
         Returns:
             True if the scheduler is paused until `resume`; False if the engine stops only while its main loops are
@@ -93,8 +95,8 @@ class VllmApi:
         Raises:
             ConfigError: vLLM has no such mode.
         """
-        # If this agent cannot call the server's routes, a mode other than `in_place` means that the trainer calls
-        # `/update_weights`.
+        # If the trainer pauses the server in this mode, its `/update_weights` also wakes a sleeping server. So the agent
+        # treats the server as at rest only if the agent itself pauses it.
         self._rests = self._sleep.is_at_rest and self._pauses_itself(mode)
         if self._rests:
             return True
@@ -152,8 +154,8 @@ class VllmApi:
     def set_version(self, version: int, deadline_s: float) -> None:
         """Set the version of later tokens; see `EngineApi.set_version`.
 
-        Do nothing if the main loop is blocked (`windlass_quiesce` then returns the version to the EngineCore), or if
-        only the trainer can call the server.
+        Do nothing if the main loop is blocked, because `windlass_quiesce` then returns the version to the EngineCore.
+        Do nothing either if only the trainer can call the server's routes, unless the server slept before the pause.
         """
         if self._is_blocking or (self._server is None and not self._rests):
             return
@@ -300,7 +302,7 @@ class WorkerMethods:
     def windlass_refuse(self, pause_id: str, reason: str) -> None:
         """Let a pause of this rank fail, so that the waiting agent raises TransferFailed with the reason.
 
-        An empty `pause_id` means the pause that the agent has asked for last.
+        An empty `pause_id` means the agent's latest pause.
         """
         self.windlass_engine_rank.gate.fail(pause_id, TransferFailed(reason))
 
@@ -351,7 +353,7 @@ def _api_for(
 ) -> Callable[[], EngineApi] | None:
     """Return a function that creates this rank's `EngineApi`; None if only the trainer can pause the server, by HTTP.
 
-    The returned function also sets `RankSleep.ask` of this rank, by which the agent makes the server sleep.
+    The returned function also sets `RankSleep.ask` of this rank, which the agent calls to make the server sleep.
     """
     core = core_calls() if settings.world_size == 1 else None
     if core is None and not order.pauses_itself:
@@ -369,7 +371,10 @@ def _api_for(
 
 
 def _on_this_host(worker: Worker, settings: AgentSettings) -> AgentSettings:
-    """Return the settings with `checkpoint` and `loaded` of this rank; hosts may have different checkpoint folders."""
+    """Return the settings with this rank's `checkpoint` and `loaded`, which may differ between hosts.
+
+    Change nothing for a server with an adapter.
+    """
     if settings.adapter:
         return settings
     return msgspec.structs.replace(

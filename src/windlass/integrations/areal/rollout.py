@@ -156,7 +156,7 @@ class _PlainSglang(_Stamping, sglang_remote.SGLangBackend):  # type: ignore[misc
         self, response: dict[str, Any], result: HttpGenerationResult, sent_at: int
     ) -> list[int]:
         # SGLang 0.5.19 and later report the weight version of each token. Before the first update, the version is a
-        # word.
+        # word and not a number.
         versions = [
             int(span["version"]) if span["version"].isdigit() else sent_at
             for span in response["meta_info"].get("weight_versions") or ()
@@ -182,7 +182,10 @@ def _start(
     *,
     with_tokens: bool = False,
 ) -> subprocess.Popen[bytes]:
-    """Start a server with the interpreter that the environment variable `python_variable` names, by default `python3`."""
+    """Start a server with the Python interpreter that the environment variable `python_variable` names.
+
+    If the variable is not set, use the interpreter in `program`.
+    """
     command = [environment_value(python_variable) or program[0], *program[1:]]
     _log.info("starting %s", " ".join(command))
     environment = {**inherited_environment(with_tokens=with_tokens), **variables}

@@ -70,8 +70,8 @@ class _Given:
 @functools.cache
 def _patch() -> None:
     """Replace `LLM` and `VLLMGeneration.sync_weights` in TRL. Idempotent."""
-    # vLLM finds the plugin by its entry point only if Windlass is installed. Also register it here, because Windlass may
-    # only be on PYTHONPATH.
+    # If Windlass is on PYTHONPATH and not installed, vLLM does not find the plugin by its entry point. So register the
+    # plugin here, too.
     register()
     made, sync_weights = vllm_generation.LLM, VLLMGeneration.sync_weights
 

@@ -26,8 +26,8 @@ def merged_names(prefix: str) -> Callable[[str], str | None]:
     """Return a map from parameter names of a merged PEFT model to names of its base model.
 
     Args:
-        prefix: prefix of the adapter's own parameters. The map returns None for parameters with this prefix and for
-            copies that PEFT keeps in `original_module`.
+        prefix: PEFT's prefix for the adapter's own parameters, such as `lora_`. The map returns None for every name that
+            contains this prefix, and for copies that PEFT keeps in `original_module`.
     """
 
     def name_map(name: str) -> str | None:

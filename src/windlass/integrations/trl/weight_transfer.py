@@ -225,7 +225,7 @@ class _FleetLoop(_AsyncRolloutLoop):  # type: ignore[misc]  # TRL is not typed h
         """Ignore the value, which TRL's constructor assigns."""
 
     async def _post(self, *request: Any, **settings: Any) -> Any:
-        """Send a request by TRL's own method to the server with the fewest open requests.
+        """Send a request to the server with the fewest open requests, by TRL's own method.
 
         Choose a server that failed in the last `FAILED_FOR_S` seconds only if all servers failed in this time.
         """

@@ -252,7 +252,7 @@ class ShardCheckpointEngine(CheckpointEngine):  # type: ignore[misc]  # verl has
     def _free(self, engine: BaseEngine, gpu: int) -> None:
         """Free the copies, and offload the actor if verl is configured to (`param_offload`). Idempotent.
 
-        In an update, a thread of the client calls this before servers allocate their KV caches.
+        During an update, the trainer client calls this in a thread of its own, before servers allocate their KV caches.
         """
         if self._shards.is_free:
             return
@@ -317,12 +317,12 @@ class ShardCheckpointManager(CheckpointEngineManager):  # type: ignore[misc]
 
     @auto_await  # type: ignore[untyped-decorator]
     async def sleep_replicas(self) -> None:
-        """Make all replicas sleep. Replicas that have not joined the actor's fleet join first, by an update.
+        """Make all replicas sleep. If replicas on the actor's GPUs have not joined the fleet yet, first run an update.
 
         Raises:
             see `update_weights`.
         """
-        # Joining needs the values of all tensors, and a server that sleeps has lost them.
+        # A server that sleeps cannot join, because joining needs the values of all tensors.
         if self._shares_gpus and self._joined != self._urls():
             await self.update_weights()
         await super().sleep_replicas()

@@ -119,7 +119,8 @@ class WindlassCheckpointEngine(CheckpointEngine):  # type: ignore[misc]  # verl 
             members: names of all receivers.
 
         Raises:
-            EngineRefused, PeerTimeout: see `BucketSender.wait_for` and `BucketReceiver.connect`.
+            EngineRefused, PeerTimeout: see `BucketSender.wait_for`.
+            WindlassError: any error of `BucketReceiver.connect`.
         """
         if role == "send":
             self._end.sender.wait_for(members)

@@ -127,7 +127,7 @@ class ColocatedEngine:
                 f"send_weights: the engine must have no unfinished requests, got {engine.get_num_unfinished_requests()}; "
                 "call it between two calls of generate"
             )
-        # With asynchronous scheduling, a step of finished requests may be left.
+        # With asynchronous scheduling, the queue may still contain a step of finished requests.
         while self._core.batch_queue:
             engine.step()
         sent: list[SentWeights] = []
@@ -145,7 +145,7 @@ class ColocatedEngine:
         self.llm.llm_engine.model_executor.driver_worker.weight_transfer_engine.shutdown()
 
     def _order(self, step: RankStep, token: str = "") -> str:
-        """Have the rank carry out a step of a join; return `RankAnswer.said`."""
+        """Make the rank carry out one step of joining a fleet; return `RankAnswer.said`."""
         order = RankOrder(step=step, settings=self._settings, token=token, pauses_itself=False)
         told = self.llm.collective_rpc(
             ORDERS, args=(str(step), msgspec.json.encode(order).decode())

@@ -167,15 +167,16 @@ class VllmServers:
     ) -> dict[str, str]:
         """POST `/update_weights` and return failures as URL -> reason.
 
-        A server answers when the round of `version` has ended; until then its workers run no step. The routes
-        `/start_weight_update` and `/finish_weight_update` are not needed. After the call, vLLM 0.32 labels tokens with
-        the version that it serves.
+        A server answers when the round of `version` has ended. Until then its workers run no step. The routes
+        `/start_weight_update` and `/finish_weight_update` are not needed. After the call, vLLM 0.32 labels new tokens
+        with the version that the server serves.
 
         Args:
             among: URLs of the servers to update.
             version: version that the trainer is about to publish.
             deadline_s: seconds within which each server must answer.
-            held_s: seconds that a worker waits for the round to begin; then the worker continues without the update.
+            held_s: seconds that a worker waits for the round to begin. If the round has not begun by then, the worker
+                continues without the update.
         """
         body = {"update_info": {"version": version, "deadline_s": held_s, WHOLE: True}}
         return self._post("/update_weights", among, lambda _url: body, deadline_s)

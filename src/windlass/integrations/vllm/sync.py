@@ -308,7 +308,8 @@ class _Fleet:
     def _hold(self, name: str, version: int, pause: str | None, over: threading.Event) -> None:
         """Call `/update_weights`, which blocks the server's main loop until the round is over.
 
-        With `pause`, call `/pause` before and `/resume` afterwards.
+        If `pause` is given, call `/pause` with this mode before, and `/resume` afterwards. If the server refuses to
+        pause, do not update it.
         """
         if over.is_set():
             return
