@@ -696,7 +696,7 @@ def _all_values(
 def _unknown_key(where: str, key: str, known: Sequence[str]) -> str:
     """Return the error text for an unknown key of a table; see `_take_unknown`.
 
-    The text also names other tables that have the key. For a key of TRL or verl, it gives Windlass's key.
+    The text also names other tables that have the key. For a key of TRL or verl, the text also names Windlass's key.
     """
     likely = difflib.get_close_matches(key, known, n=len(known))
     keys = [*likely, *(each for each in known if each not in likely)]
@@ -716,7 +716,7 @@ def _tables(where: str, kind: inspect.Type) -> Iterator[tuple[str, list[str]]]:
 
     Args:
         where: path of the table; empty for the whole file, else with a dot at the end.
-        kind: type of the table. Items of a list of tables have the path of the list.
+        kind: type of the table, or of a list of tables. The tables of a list have the path of the list.
     """
     match kind:
         case inspect.StructType(fields=fields):

@@ -114,8 +114,9 @@ async def run_job(
     """Run a job until its steps are done, its tasks end, or this process gets SIGTERM or SIGINT.
 
     After a signal, the job waits at most `shutdown_s` for the end of a running step or weight update. Then it saves a
-    checkpoint, if `trainer.save_every` is set. A second signal ends both waits. The job then stops, in this order: trainers
-    and rollouts, workers and engines, the controller. All processes that the scheduler started end with the job.
+    checkpoint, if `trainer.save_every` is set. A second signal ends the wait or the saving. The job then stops, in this
+    order: trainers and rollouts, workers and engines, the controller. All processes that the scheduler started end with
+    the job.
 
     Args:
         config: configuration from `load_config`.
@@ -478,8 +479,8 @@ class Job:
     async def _call_ended(self, summary: JobSummary) -> None:
         """Call the recipe's `ended`. A signal that arrives during the call cancels the call.
 
-        If a signal has already stopped the job, the call is also cancelled after `shutdown_s`. Without such a signal, it
-        has no deadline.
+        If a signal has already stopped the job, the call is also cancelled after `shutdown_s`. Otherwise the call has no
+        deadline.
         """
 
         async def call() -> None:
@@ -643,7 +644,8 @@ class Job:
             finally:
                 for wait in waits:
                     wait.cancel()
-            # If a process has ended, look at it and not at `_hung`, which then raises.
+            # `waits` begins with the ends of the processes. Prefer them to `_hung`: if a process ended in the queue,
+            # `_hung` has raised an error.
             process, reason = next(wait for wait in waits if wait in done).result()
             if self._num_trained > num_trained:
                 restarts, num_trained = 0, self._num_trained
@@ -743,9 +745,10 @@ class Job:
         self._notify(said)
 
     async def _start(self) -> None:
-        """Start the ranks, and wait until ranks, engines and workers are connected. `_guard` starts engines and workers.
+        """Start the ranks, and wait until ranks, engines and workers are connected.
 
-        Without worker processes, run the recipe's workflows in this process. Show on the progress display what is missing.
+        Other tasks (`_guard`) start the engines and workers. If the job has no worker processes, run the recipe's workflows
+        in this process. Show on the progress display what is missing.
 
         Raises:
             PeerTimeout: a process did not connect within `start_deadline_s`.
@@ -815,8 +818,8 @@ class Job:
             self._steps = checkpoint.steps
             self.version = max(self.version, checkpoint.version - 1)
             self._notify(f"continues from {folder}, after {counted(self._steps, 'step')}")
-        # Rollouts of the journal may have a newer version. Number later versions above it, so that their tokens do not
-        # count as too old.
+        # The journal may have a newer version than the checkpoint. The next version must be newer than both: otherwise,
+        # its tokens would count as too old.
         self.version = max(self.version, self.controller.rollouts.recovered.version)
 
     async def _start_again(self, error: TrainerError) -> None:
@@ -1020,7 +1023,7 @@ class Job:
         return {each.task_id: each.sampling_seed for group in groups for each in group.rollouts}
 
     async def _audit(self, write: Callable[[AuditRecord], None]) -> None:
-        """Write to the audit record in a thread, if the job has one. If the file cannot be written, log the error."""
+        """If the job has an audit record, write to it in a thread. If the file cannot be written, log the error."""
         if self._audit_record is None:
             return
         try:
@@ -1049,10 +1052,10 @@ class Job:
     def _take_over_journal(self) -> None:
         """Continue the groups that an earlier process has left in the journal of rollouts.
 
-        - Remove groups that the checkpoint was trained on.
+        - Remove groups that ranks have trained on before the checkpoint.
         - Count the tasks to skip: the earlier process submitted them after it had saved the checkpoint.
-        - Without a checkpoint, a recipe with a position begins from its first task. So cancel the groups, because the recipe
-          yields their tasks again.
+        - If there is no checkpoint and the recipe has a position (`Recipe.state`), cancel the groups: the recipe begins
+          with its first task, so it yields the tasks of these groups again.
 
         Raises:
             RolloutError: the journal cannot be written.
@@ -1062,7 +1065,7 @@ class Job:
         if checkpoint is not None:
             rollouts.acknowledge(checkpoint.trained)
             if checkpoint.recipe and journal == checkpoint.journal:
-                # After a power cut, the journal may lack groups of the time before the checkpoint.
+                # After a power cut, the journal may lack groups from before the checkpoint, so the difference may be < 0.
                 self._num_skipped = max(num_groups - checkpoint.num_groups, 0)
         for group_id, handle in rollouts.recovered.groups.items():
             if checkpoint is None and has_position(self._recipe):
@@ -1471,8 +1474,8 @@ def room_deadline_s(config: LaunchConfig) -> float:
     """Return the seconds that the job waits until the staleness bound admits another task.
 
     At the staleness bound, the job waits until the next version is published. The result is the sum of the deadlines of
-    all that may happen before: a batch and its scores, fetching large tensors, a step, a checkpoint, an update, and
-    restarts of ranks.
+    everything that may happen before that: a batch and its scores, fetching large tensors, a step, a checkpoint, an
+    update, and restarts of ranks.
     """
     rollout, trainer = config.rollout, config.trainer
     return (

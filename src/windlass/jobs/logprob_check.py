@@ -67,9 +67,9 @@ class LogprobCheck:
     def _compare(
         self, _model: torch.nn.Module, given: tuple[Any, ...], named: dict[str, Any], output: Any
     ) -> None:
-        """Compare samples with the logits of a forward pass that contains them; torch calls this hook of the model.
+        """Compare each sample that a forward pass contains with the logits of this pass. torch calls this after each pass.
 
-        Add their differences to `distances`, and do not compare these samples again.
+        Add the differences to `distances`, and do not compare these samples again.
         """
         tokens = _whole(given[0] if given else named.get("input_ids"), 2)
         logits = _whole(

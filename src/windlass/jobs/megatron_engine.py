@@ -343,7 +343,7 @@ class MegatronEngine(TrainEngine):
                 state["step"] = torch.tensor(float(self._num_steps))
 
     def _state(self, *, is_loading: bool) -> dict[str, Any]:
-        """Return the sharded state to save, or with `is_loading` a description of the state to load. Collective."""
+        """Return the sharded state to save; with `is_loading`, return a description of the state to load. Collective."""
         sharding = {"distrib_optim_sharding_type": "dp_reshardable"}
         state: dict[str, Any] = {name: model.sharded_state_dict() for name, model in self._models()}
         optimizer = self._existing_optimizer().sharded_state_dict(

@@ -114,7 +114,7 @@ class MetricLogs:
             self._logs.append(WandbLog(folder, settings))
 
     def add(self, kind: str, step: int, metrics: Mapping[str, float]) -> None:
-        """Write the metrics of a step with the names `kind/NAME`."""
+        """Write the metrics of a step with the names `kind/NAME`. If a library raises, log the first error and continue."""
         for each in self._logs:
             try:
                 each.add(step, {f"{kind}/{name}": value for name, value in metrics.items()})

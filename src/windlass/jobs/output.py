@@ -132,8 +132,8 @@ def find_start(config: LaunchConfig) -> tuple[Path, Checkpoint] | None:
     has no checkpoint. Otherwise only `trainer.resume_from` counts.
 
     Raises:
-        ConfigError: `resume_from` is not a finished checkpoint. Or `resume` is not "auto" and the output folder contains
-            files of a run; this is allowed only if `resume_from` is the newest checkpoint of the folder.
+        ConfigError: `resume_from` is not a finished checkpoint; or the output folder contains files of a run, `resume` is
+            not "auto", and `resume_from` is not the newest checkpoint of this folder.
     """
     output = OutputFolder(Path(config.output_dir).resolve())
     found = output.checkpoints()

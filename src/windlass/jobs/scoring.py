@@ -147,9 +147,9 @@ class Scoring:
     async def _have_tensors(self, found: Mapping[int, asyncio.Task[list[TrainingSample]]]) -> bool:
         """Let the ranks fetch the large tensors of scored groups. Return whether the step can take these groups now.
 
-        The groups are not delivered yet, so an answer with a lost tensor can be generated again. If the worker that
-        held the tensor has ended, the rollout controller does this itself. For all other lost tensors, this method
-        replaces the answers.
+        A step has not taken the groups yet, so an engine can generate an answer with a lost tensor again. If the worker
+        that held the tensor has ended, the rollout controller replaces the answer. For all other lost tensors, this
+        method replaces the answers.
 
         Raises:
             TrainerError: see `TrainController.take_tensors`; or a tensor that the recipe made is lost.
@@ -238,7 +238,7 @@ class Scoring:
             )
 
     async def _score(self, group: RolloutGroup) -> list[TrainingSample]:
-        """Return the samples of a group. Return none if the recipe refuses the group, or if rollouts are replaced.
+        """Return the samples of a group; an empty list if the recipe refuses the group, or if rollouts are replaced.
 
         Raises:
             PeerTimeout: the recipe did not score the group within `batch_deadline_s`.
@@ -283,9 +283,9 @@ class Scoring:
             group_id: group that is being scored.
             reasons: rollout id -> why its answer is replaced.
         """
-        # Remove the scoring task. It returns no samples, and `_scored` declines a group whose task returns none.
+        # Remove the scoring task. It returns an empty list, for which `_scored` would decline the group.
         self._scores.pop(group_id, None)
-        # The group may have become too old in this iteration of the event loop.
+        # The group may have become too old a moment ago, and `_look` has not run since then.
         if group_id in self._rollouts.ready_ids():
             self._rollouts.replace(reasons)
 
@@ -293,7 +293,7 @@ class Scoring:
         """Return the group with the rewards of the scorer; None if rollouts could not be scored and are replaced."""
         if self._scorer is None:
             return group
-        # Only a group's first scores count for the share of failures. Later scores are for replacements of its rollouts.
+        # Only a group's first scores count for the share of failures. Later scores are those of replaced rollouts.
         is_first = group.group_id not in self._rewards
         known = self._rewards.pop(group.group_id, {})
         unscored = [each for each in group.rollouts if _answer(each) not in known]

@@ -46,7 +46,7 @@ class SilenceWatch:
         self._beat_s = max_silence_s / NUM_BEATS
 
     async def until_silent(self, name: str, role: Access) -> str:
-        """Wait until the engine or worker `name` has not answered in time; return a text with the reason.
+        """Wait until the engine or worker `name` has been silent for longer than a limit; return a text with the reason.
 
         The caller has just started the process. The limit is `start_deadline_s` until the process has connected to the
         controller, and `max_silence_s` from then on.
@@ -64,8 +64,8 @@ class SilenceWatch:
                     fault = await self._ask(http, name)
                     is_in_update |= self._controller.coordinator.in_round
                     has_served |= not fault
-                    # Ignore a server that has never answered. Only workers need a route to the server, so the
-                    # controller may have none.
+                    # Ignore the fault of a server that has never answered this host: only workers must be able to reach
+                    # the server over the network.
                     fault = fault if has_served else ""
                 if fault and is_in_update:
                     # The update may block the engine, and each phase of the update has a deadline. So do not count

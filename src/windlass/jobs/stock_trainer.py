@@ -92,7 +92,9 @@ class StockTrainer(WrappedEngine[FsdpEngine]):
         super().__init__(engine)
 
     def setup(self, context: TrainContext) -> tuple[int, int]:
-        """Set up the engine, take the loss's temperature and constant from the sampling, and load a reference model.
+        """Set up the engine, take the loss's temperature and constant from the sampling, and load the reference model.
+
+        Load a reference model only if `kl_coefficient` is not 0.
 
         Returns:
             See `FsdpEngine.setup`.
@@ -112,7 +114,7 @@ class StockTrainer(WrappedEngine[FsdpEngine]):
         return place
 
     def _load(self, folder: str) -> torch.nn.Module:
-        """Load a checkpoint folder in float32, from files only, with attention and gradient checkpointing as in the settings."""
+        """Load the model of a checkpoint folder in float32, with the attention and gradient checkpointing of the settings."""
         settings = self._settings
         transformers: Any = importlib.import_module("transformers")
         transformers.logging.disable_progress_bar()

@@ -322,8 +322,8 @@ class TrainController:
     ) -> frozenset[str]:
         """Let all ranks fetch the large tensors of a step's groups. A later `train_step` with these groups uses them.
 
-        Holders write the elements into the memory of the ranks, see `windlass.rollout.held`. The call does nothing if the
-        groups have no large tensor.
+        The holders of the tensors (usually rollout workers) write the elements into the memory of the ranks; see
+        `windlass.rollout.held`. The call does nothing if the groups have no large tensor.
 
         Returns:
             Keys of tensors that are lost, see `HeldTensor`; empty if all ranks have all tensors.
@@ -449,7 +449,9 @@ class TrainController:
     async def map(
         self, operation: str, items: Sequence[object], *, deadline_s: float
     ) -> tuple[Any, ...]:
-        """Run an operation on items, distributed as `train_step` distributes groups; return results in item order.
+        """Run an operation on items, and return the results in the order of the items.
+
+        The ranks share the items in the same way as `train_step` shares groups.
 
         The operation gets a list of items, which may be empty, and must return a list with one result per item. If
         several ranks get the same items, `map` returns the results of the rank with the lowest number.
@@ -481,7 +483,7 @@ class TrainController:
         return max(rank.data_parallel.data_parallel_size for rank in self._ranks)
 
     def _shard_indices(self) -> list[tuple[int, int]]:
-        """Return for each rank: the index of the rank's first item, and the step to its next item."""
+        """Return for each rank the index of its first item, and the distance to its next item."""
         return [
             (each.data_parallel.data_parallel_rank, each.data_parallel.data_parallel_size)
             for each in self._ranks
@@ -701,7 +703,7 @@ async def _answer(rank: _Rank, wait: _Wait, what: str) -> Done:
 
     Args:
         rank: the rank.
-        wait: future of the answer, or a task. If the task's result is not an answer, return `Done()`.
+        wait: future or task of the rank's answer. A result of another type stands for `Done()`.
         what: name of the call, for errors.
 
     Raises:

@@ -424,7 +424,7 @@ _MOST_ELEMENTS = 1 << 20
 def _refuse_folded(manifest: ShardManifest) -> None:
     """Raise ManifestError if two elements of one shard share bytes, as in an expanded tensor (stride 0).
 
-    In a shard with more than `_MOST_ELEMENTS` elements, find only strides of 0.
+    If a shard has more than `_MOST_ELEMENTS` elements, find only elements that share bytes through a stride of 0.
     """
     table = manifest.table
     itemsizes = np.array([p.dtype.itemsize for p in manifest.parameters], np.int64)[table.parameter]

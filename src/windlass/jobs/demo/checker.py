@@ -101,9 +101,10 @@ def check_served(
         model_config: transformers configuration or checkpoint folder of the model.
         versions_dir: folder with VERSION.safetensors for every version that a sample names.
         dtypes: name of an engine -> dtype of its parameters.
-        context_is_kept: whether engines may have kept keys and values across an update. If so, each answer is compared
-            twice, with and without kept keys and values, and the smaller distance counts: a request that starts again
-            after its engine died has no kept keys and values.
+        context_is_kept: whether engines may have kept keys and values across an update. If so, an answer of several
+            versions is compared twice, with and without kept keys and values, and the smaller distance counts. The
+            check does not know which comparison is right: a request that starts again, because its engine has died, has
+            no kept keys and values.
         device: torch device that computes the check.
         progress: function that gets the current number of compared samples.
     """
@@ -217,8 +218,8 @@ def _explain(
     """Return the log-probabilities of a sample by several computations, for `WorstAnswer.expected`.
 
     Args:
-        expect: takes one version per token, and `kept` (whether keys and values of older versions are reused). Returns the
-            log-probabilities (1, T).
+        expect: function that returns the log-probabilities (1, T). Its arguments are one version per token, and `kept`
+            (whether keys and values of older versions are reused).
         sample: the sample.
         saved: published versions whose weights were saved.
         context_is_kept: whether engines may have kept keys and values across an update.
@@ -243,11 +244,13 @@ def _grouped(indices: Sequence[int], key: Callable[[int], Hashable]) -> list[lis
 def _kept_distances(
     model: torch.nn.Module, weights_of: Callable[[int], Weights], samples: Sequence[TrainingSample]
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return two distances per sample: with the versions that its tokens name, and with the versions before these.
+    """Return two distances per sample between the engine's and the checker's log-probabilities.
 
-    A distance is the mean |engine's - checker's log-probability| of the sample's tokens. For a version's tokens, the
-    checker uses the keys and values that older versions computed for earlier tokens, like an engine that continues
-    requests after an update.
+    A distance is the mean absolute difference over the sample's tokens. For the first distance, the checker computes each
+    token with the version that the token names. For the second distance, it uses the version before that.
+
+    For a version's tokens, the checker uses the keys and values that older versions computed for earlier tokens, like an
+    engine that continues requests after an update.
 
     Args:
         model: model of the demo; this function overwrites its weights with the weights of each version.
@@ -275,11 +278,13 @@ def _fresh_distances(
     samples: Sequence[TrainingSample],
     progress: Callable[[int], object],
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return two distances per sample: with the versions that its tokens name, and with the versions before these.
+    """Return two distances per sample between the engine's and the checker's log-probabilities.
 
-    A distance is the mean |engine's - checker's log-probability| of the sample's tokens. The checker computes a token's
-    log-probability with one version for the token and its whole context. One forward pass per version covers all tokens
-    that name the version: the model is causal, so later tokens do not change the result.
+    A distance is the mean absolute difference over the sample's tokens. For the first distance, the checker computes each
+    token with the version that the token names. For the second distance, it uses the version before that.
+
+    The checker uses one version for a token and its whole context. One forward pass per version covers all tokens that
+    name the version: the model is causal, so later tokens do not change the result.
 
     Args:
         models: models that run forward passes in parallel, each in its own thread.

@@ -106,7 +106,7 @@ def logits_of(model: torch.nn.Module, config: Any, tokens: torch.Tensor) -> torc
 
 
 def parts(model: torch.nn.Module, config: Any) -> Iterator[tuple[str, Box, torch.Tensor]]:
-    """Yield (checkpoint tensor, box in it, view of this rank's memory) for each part of the model on this rank."""
+    """Yield, for each part of the model on this rank, the checkpoint tensor's name, the box in it, and a view of the memory."""
     manifest = describe_megatron_trainer(
         model, family=config.model_type, vocab_size=config.vocab_size
     ).manifest

@@ -195,7 +195,7 @@ async def connect_vllm(routes: Routes, trainers: TrainController) -> None:
 async def vllm_nccl(
     routes: Routes, trainers: TrainController, _folder: Path, version: int
 ) -> float:
-    """Send the weights with vLLM's own transfer over NCCL, packed. For arguments and result see `Send`."""
+    """Send the weights in packed buffers with vLLM's own transfer over NCCL. For arguments and result see `Send`."""
     names = await _names_and_shapes(trainers)
     paused = time.monotonic()
     await routes.pause_vllm()
@@ -396,7 +396,7 @@ async def run_own_transfer(
 
 
 def _copy_configs(model: Path, folder: Path) -> None:
-    """Copy a model's JSON files to the folder of the weights, because SGLang reads them again when it loads a file."""
+    """Copy a model's JSON files to the folder of the weights, because SGLang reads them when it loads weights from there."""
     for file in model.glob("*.json"):
         if not file.name.endswith(".index.json"):
             shutil.copy(file, folder)

@@ -188,8 +188,8 @@ class DemoRecipe(Recipe):
     async def before_step(self, step: int, samples: Sequence[TrainingSample]) -> None:
         """Record the samples of the step. If engines and trainers take turns, put the engines to sleep.
 
-        Before the last step, wait until the killed engine has connected again. It cannot copy the current weights from
-        the other engine, which has another dtype, so it must take part in the last update.
+        If the demo kills an engine, wait before the last step until this engine has connected again. It cannot copy the
+        last version from the other engine, which has another dtype. So it must take part in the last update.
         """
         config, version = self._config, self._controller.coordinator.fleet.published
         self.clock.stepping(samples, version)
@@ -220,7 +220,7 @@ class DemoRecipe(Recipe):
         self.show(self._controller)
 
     def _on_phase(self, version: int, phase: Phase) -> None:
-        """Start a task that kills the last engine when the update to the version `kill_engine_at` begins to write."""
+        """When the update to version `kill_engine_at` begins to write, start a task that kills the last engine."""
         if version == self._kill_engine_at and version and phase is Phase.WRITE and not self._kill:
             victim = self._config.engines[-1].name
             self._note(f"kill -9 {victim} in the middle of the update to version {version}")

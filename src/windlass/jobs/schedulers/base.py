@@ -291,8 +291,8 @@ class Scheduler:
     async def start(self, spec: ProcessSpec) -> ProcessStatus:
         """Start a process. On a cluster, the process may still be queued when this method returns.
 
-        First delete an ended process of the same name. Its reservation stays if a process with `colocate_with` still
-        uses it; the new process then runs in it again.
+        First delete an ended process of the same name. If a process with `colocate_with` still runs in the reservation of
+        the ended process, keep this reservation, and start the new process in it.
 
         Raises:
             ConfigError: a process of the same name is queued or runs; the program does not exist; the host has too few
@@ -322,7 +322,7 @@ class Scheduler:
         """Return a new process, not started yet, with the reservation that it uses; see `start`."""
         if not spec.colocate_with:
             for other in self._processes.values():
-                # A process of this name was deleted, and `other` still uses the reservation of that process.
+                # An earlier process of this name made the reservation, and `other` still runs in it.
                 if other.reserved.name == spec.name and not other.ended.is_set():
                     spec.check_place(other.reserved)
                     return _Process(spec, other.reservation, other.reserved)
@@ -369,7 +369,8 @@ class Scheduler:
     async def wait(self, name: str) -> ProcessStatus:
         """Wait until the process that now has this name has ended, and return its last state.
 
-        This holds even if the process is deleted and a new process of the same name is started during the wait.
+        If this process is deleted and another process of the same name is started during the wait, still return the
+        state of this process.
         """
         process = self._process(name)
         await process.ended.wait()

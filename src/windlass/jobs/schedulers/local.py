@@ -201,9 +201,9 @@ class LocalBackend(ClusterBackend):
             self._temporary.cleanup()
 
     async def mark(self) -> Mapping[str, str]:
-        """Start the watchdog if needed; return the environment variable by which it finds the processes to kill.
+        """Start the watchdog if it does not run yet; return the environment variable that marks processes for it.
 
-        Return no variable if the backend is not watched.
+        The watchdog kills the processes with this variable. Return no variable if the backend is not watched.
 
         Raises:
             PeerTimeout: the watchdog did not start within `START_DEADLINE_S`.
@@ -256,9 +256,10 @@ async def _start_watchdog(mark: str) -> int:
 def _signal_group(process: asyncio.subprocess.Process, signal_number: int) -> None:
     """Send a signal to a process and its children, which form one process group.
 
-    If the process has ended, send SIGKILL to its remaining children, and ignore every other signal. The kernel does not
-    reuse the id of a process group that has members. So if a running process now has the id of the ended process, no
-    children remain. Send nothing then: the signal would hit another program.
+    If the process has ended, send SIGKILL to its remaining children, and ignore every other signal.
+
+    Send nothing if a process now has the id of the ended process: the signal would hit another program. No children of
+    the ended process remain in this case, because the kernel does not reuse the id of a group that has members.
     """
     if process.returncode is not None and (
         signal_number != signal.SIGKILL or os.path.exists(f"/proc/{process.pid}")

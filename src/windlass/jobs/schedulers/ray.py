@@ -84,7 +84,7 @@ class RayBackend(ClusterBackend):
     async def open(self) -> None:
         """Connect to the cluster or start one on this host; see `ClusterBackend.open`.
 
-        Remove the tokens from the environment of this process. Before starting a cluster, also set `NICENESS` there.
+        Remove the tokens from the environment of this process. To start a cluster, also set `NICENESS` in the environment.
         """
         try:
             import ray

@@ -219,7 +219,9 @@ class SlurmBackend(ClusterBackend):
         self._script.write_text(f'#!/bin/sh\nexec {program} "$@"\n')
 
     async def reserve(self, spec: ProcessSpec) -> str:
-        """Submit a Slurm job with a new lease, and return the job's id. The job may still be queued.
+        """Submit a Slurm job, and return the job's id. The job may still be queued.
+
+        The job gets a new lease, a secret that its first node sends when it connects to this host.
 
         Raises:
             ConfigError: `sbatch` refused the job.
@@ -358,7 +360,7 @@ class SlurmBackend(ClusterBackend):
 async def _watch_client(reservation: str, job: _Job) -> None:
     """Wait until `sbatch --wait` ends, which is some seconds after the job's end, and then set `job.is_known`.
 
-    Also set `job.failure`. `launch` raises it only if the job's first node has not sent its lease.
+    Also set `job.failure`: `launch` raises an error with this text if the job's first node has not sent its lease.
     """
     said = [line async for line in _lines(job.client)]
     code = await job.client.wait()

@@ -51,8 +51,8 @@ def renaming(
     """Return advice for an error about tensors that an engine needs and no trainer has.
 
     If a wrapper such as FSDP1 or PEFT has changed the trainer's names, the advice says how to remove the wrapper. If
-    exactly one change of the names' prefix or last part gives every missing tensor a different source, the advice
-    contains that change as a `name_map`. Otherwise the advice only lists names.
+    exactly one change of the names (of their prefix, or of their last part) finds a trainer tensor for every missing
+    tensor, the advice contains this change as a `name_map`. Otherwise the advice only lists the trainer's names.
 
     Args:
         missing: names and shapes of tensors that an engine needs and no trainer has.
@@ -154,7 +154,7 @@ class _Change:
 
 
 def _changes(missing: Mapping[str, _Shape], there: Mapping[str, _Shape]) -> Iterator[_Change]:
-    """Yield each change of names that gives every missing tensor a source of the same shape.
+    """Yield each change of names that finds a source of the same shape for every missing tensor.
 
     A change replaces either a prefix of the names or their last part.
     """
@@ -182,7 +182,7 @@ def _changes(missing: Mapping[str, _Shape], there: Mapping[str, _Shape]) -> Iter
 def _prefix_change(
     old: str, new: str, missing: Mapping[str, _Shape], there: Mapping[str, _Shape]
 ) -> Iterator[_Change]:
-    """Yield the change of prefix `old` into `new` if it gives every missing tensor a source.
+    """Yield the change of prefix `old` into `new` if this change finds a source for every missing tensor.
 
     Yield nothing if the names have so few parts after the prefix that the match may be a coincidence.
     """
@@ -210,7 +210,7 @@ def _prefix_change(
 def _suffix_change(
     old: str, new: str, missing: Mapping[str, _Shape], there: Mapping[str, _Shape]
 ) -> Iterator[_Change]:
-    """Yield the change of the last part `old` into `new` if it gives every missing tensor a source.
+    """Yield the change of the last part `old` into `new` if this change finds a source for every missing tensor.
 
     Yield nothing if the missing names have only one pattern, because the match may then be a coincidence.
     """
