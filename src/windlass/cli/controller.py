@@ -66,7 +66,7 @@ async def follow_overview(
     The controller sends data at least every `HEARTBEAT_S` seconds.
 
     Raises:
-        PeerTimeout: no data within `deadline_s` at the start, or within `3 * HEARTBEAT_S` later.
+        PeerTimeout: no data arrived within `deadline_s` at the start, or within `3 * HEARTBEAT_S` later.
         PeerUnreachable: the connection broke, or the controller did not answer.
         WindlassError: any other error of `fetch_overview`.
     """

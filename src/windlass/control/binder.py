@@ -496,7 +496,7 @@ class FleetBinder:
             raise self._unbound(failed, "did not bind the links between engines")
 
     def _refuse(self, wrong: Mapping[str, str], kept: Binding | None) -> None:
-        """Raise if `wrong` (engine -> reason) contains an engine. `kept` is the binding of all other engines.
+        """Check that `wrong` (engine -> reason) is empty. `kept` is the binding of all other engines.
 
         Raises:
             EnginesUnbound: some engines cannot be bound.

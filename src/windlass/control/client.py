@@ -245,7 +245,8 @@ class TrainerChannel(AgentChannel):
     def withdraw(self, announced: Announcement) -> bool:
         """Withdraw an announcement, so that the controller begins no round for it. Return False if the session has ended.
 
-        Without a connection, send nothing: the controller drops an agent's announcement when the connection ends.
+        If there is no connection, `send` sends nothing. The controller drops an agent's announcement when the connection
+        ends.
         """
         with self._lock:
             if self.announced is announced:

@@ -200,7 +200,7 @@ class Coordinator:
     ) -> UpdateReport:
         """Wait until all trainer ranks are connected, publish, and return the report.
 
-        If they are not connected within `deadline_s`, return a report with outcome FAILED, without setting `copied`.
+        If they are not connected within `deadline_s`, return a report with outcome FAILED, and do not set `copied`.
         """
         try:
             ranks = await until_connected(self.fleet, self.changes, version, deadline_s)

@@ -57,7 +57,7 @@ class EngineHooks(Protocol):
     """
 
     def pause(self, pause_id: str, mode: PauseMode, deadline_s: float) -> None:
-        """Stop this rank, and return once no kernel of the rank reads weights or writes caches. Idempotent.
+        """Stop this rank. Return once its kernels neither read weights nor write caches. Idempotent.
 
         Rank 0 also stops accepting requests, and applies `mode` to running requests.
 

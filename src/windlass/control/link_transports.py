@@ -104,7 +104,7 @@ class LinkTransports(LinkAddresses):
         bindings: Mapping[str, DestinationBinding],
         sources: Iterable[str],  # noqa: ARG002
     ) -> dict[str, str]:
-        """Return rank -> reason for each engine rank that has bound an endpoint outside of its own offers."""
+        """Return rank -> reason for each engine rank that has bound memory of an endpoint that it has not offered."""
         return {
             worker: f"{worker}: must bind only memory of endpoints that it offered itself"
             for worker, binding in bindings.items()

@@ -265,7 +265,7 @@ class RoundMachine:
     def handle(self, event: Event) -> list[Instruction]:
         """Process one event; return the instructions that follow from it. The last instruction of a round is `Finish`.
 
-        After the end of the round, ignore the event and return nothing.
+        If the round has ended already, ignore the event and return no instructions.
         """
         if self.phase is Phase.DONE:
             return []

@@ -264,7 +264,7 @@ def _connect(endpoint: PeerEndpoint, deadline: Deadline) -> socket.socket:
     Raises:
         PeerUnreachable: the endpoint's address is malformed.
         _OtherProcessError: the listener sent another incarnation.
-        OSError: no connection, or no answer by the deadline.
+        OSError: the connection failed, or no answer arrived by the deadline.
     """
     try:
         host, port = split_host_port(endpoint.address)

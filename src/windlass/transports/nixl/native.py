@@ -171,7 +171,7 @@ class WireLog:
         return ""
 
     def check(self, wire: NixlWire) -> None:
-        """Check, after a first write, that UCX chose the configured wire.
+        """Check that UCX chose the configured wire. Call this after a first write, because UCX logs its choice then.
 
         Raises:
             TransportUnavailable: UCX chose another wire, or the log does not contain the name of the wire.
