@@ -226,7 +226,7 @@ class DiskBackend(msgspec.Struct, frozen=True, tag="disk"):
 
     Attributes:
         folder: absolute path of the folder, the same on every rank.
-        keep_versions: number of versions that are kept on disk, >= 1.
+        keep_versions: number of earlier versions that stay on disk when a rank writes a new version, >= 1.
     """
 
     name: ClassVar[str] = "disk"

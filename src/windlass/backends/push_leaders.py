@@ -144,8 +144,8 @@ class PushOrder:
 class PushDelivery(Delivery):
     """Delivery by the trainer's own calls: they send whole tensors into a shadow copy of every engine rank.
 
-    WRITE lasts until `sent`. Every engine rank verifies that all tensors have arrived. An engine that answers with a
-    failure before APPLY ends the round for all engines, because its group is broken.
+    WRITE lasts until `sent`. Every engine rank verifies that all tensors have arrived. If an engine answers with a
+    failure before APPLY, the round publishes nothing, because the engine's group is broken.
     """
 
     reserves_in: ClassVar[Phase] = Phase.APPLY

@@ -493,7 +493,8 @@ def _plan_tables(plan: TransferPlan) -> str:
 class Load:
     """An op, or a part of an op, whose source bytes are all in one bucket.
 
-    `base` is the offset in the bucket of byte 0 of the source parameter; it may be negative.
+    `base` is the place of the source parameter's byte 0, as an offset in the bucket. It may be negative,
+    because the bucket may contain only later bytes of the parameter.
     """
 
     op: BoundOp

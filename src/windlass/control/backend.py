@@ -34,7 +34,7 @@ Narrow = Callable[[str, DestinationBinding], DestinationBinding]
 
 
 class LinkCopies:
-    """Engine ranks that get the same bytes as another rank, over links between engines. By default no rank does.
+    """Engine ranks that get the same bytes as another rank, over links between engines. By default, both maps are empty.
 
     Attributes:
         of: rank -> the rank that the plan fills instead; both get the same bytes.

@@ -42,7 +42,7 @@ class Registered(msgspec.Struct, frozen=True):
 
 
 class TurnRoom(msgspec.Struct, frozen=True):
-    """Memory on which a rank takes turns with other ranks, and the bytes of it that the rank needs in an update.
+    """Memory that a rank uses in turns with other ranks, and the number of bytes that the rank needs there in an update.
 
     Attributes:
         name: see `windlass.memory.room.Room`; empty if it is not known.

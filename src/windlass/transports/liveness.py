@@ -136,7 +136,7 @@ class PeerLiveness:
         deadline: deadline of the first connection.
 
     Raises:
-        PeerUnreachable: no process or another process listens at the address, or the peer did not
+        PeerUnreachable: no process listens at the address, another process does, or the peer did not
             answer by the deadline.
     """
 

@@ -161,7 +161,7 @@ class NetworkPeer(ABC):
     """
 
     outlives_process: ClassVar[bool]
-    """Whether a failed call may still read local memory after the peer's process has ended."""
+    """True if a failed call may still read local memory after the peer's process has ended."""
 
     def __init__(
         self, endpoint: PeerEndpoint, liveness: PeerLiveness, lock: threading.RLock

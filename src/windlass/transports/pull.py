@@ -57,7 +57,7 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger(__name__)
 MARGIN_S, MARGIN_SHARE = 0.5, 0.2
-"""Time of a deadline that the reader leaves for its answer: at most `MARGIN_S`, and at most this share."""
+"""Time that the reader leaves for its answer: `MARGIN_S`, or this share of the time until the deadline if that is less."""
 MAX_PIECES = 1 << 24
 """Maximum number of pieces of a request."""
 MAX_ANSWER_NBYTES = 1 << 16

@@ -65,7 +65,7 @@ class TransportTraits(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=T
         notifies: whether the source, during a write, reports to the target which bytes have arrived.
         allocates: whether peers can only write memory from the transport's `allocator`; regions of
             other memory have an empty key.
-        unpinned: whether registered memory may lose its pages and get new ones while nobody writes, because the
+        unpinned: whether registered memory may lose its pages and get new ones while no write runs, because the
             transport neither pins nor maps it. Engines sleep only with such a transport.
     """
 
