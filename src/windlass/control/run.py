@@ -51,7 +51,7 @@ class Run:
         return self.round_id
 
     def new_epoch(self) -> RoundId:
-        """Make and return a round id with a new epoch, for a new binding. It is above all ids used before."""
+        """Make and return a round id with a new epoch, for a new binding. The id is above all earlier ids."""
         self.round_id = RoundId(self.round_id.epoch + 1, self.round_id.round + 1)
         return self.round_id
 

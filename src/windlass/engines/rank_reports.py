@@ -209,7 +209,7 @@ def is_waited_for(report: ReportHead) -> bool:
 
 
 def reason_of(error: Exception) -> str:
-    """Return the text that a rank reports for an error: the message, and the type if it is no error of Windlass."""
+    """Return the text that a rank reports for an error: the message, and the type of an error of other code."""
     return str(error) if isinstance(error, WindlassError) else f"{type(error).__name__}: {error}"
 
 

@@ -603,7 +603,7 @@ def _is_received(holding: Holding, codes: Codes) -> bool:
 
 
 def _is_weight(holding: Holding) -> bool:
-    """Return whether every load must write a tensor: parameters, but not scalars, which may be settings."""
+    """Return whether every load must write a tensor, because it is a parameter. A scalar parameter may be a setting."""
     return holding.kind is Kind.PARAMETER and holding.tensor.dim() > 0
 
 
@@ -689,7 +689,7 @@ def _device(held: Mapping[str, Holding]) -> torch.device:
 
 
 def _same(one: torch.Tensor, other: torch.Tensor) -> bool:
-    """Return whether two tensors have the same shape and the same bytes, so that equal NaNs count as equal."""
+    """Return whether two tensors have the same shape and the same bytes. NaNs with the same bytes are equal."""
     return one.shape == other.shape and torch.equal(one.view(torch.uint8), other.view(torch.uint8))
 
 

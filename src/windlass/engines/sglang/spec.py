@@ -241,7 +241,7 @@ class SglangServer:
 
 
 def rules_for(version: str, *, sleeps: bool = False) -> tuple[Rule, ...]:
-    """Return the rules for a server of a release of SGLang. `sleeps` is whether it has the memory saver."""
+    """Return the rules for a server of a release of SGLang. `sleeps` is True if the server has the memory saver."""
     rules = RULES if has(STORED_KEYS, version) else (*RULES, _TOKEN_KEYS)
     return (*rules, *_OF_SLEEP) if sleeps else rules
 

@@ -112,7 +112,7 @@ def models_of(worker: Worker) -> Sequence[torch.nn.Module]:
 
 
 def _draft_of(worker: Worker) -> torch.nn.Module | None:
-    """Return the draft model that updates reach; None without one (see `draft_follows`)."""
+    """Return the draft model if updates reach it, else None; see `draft_follows`."""
     return _any_draft_of(worker) if draft_follows(worker.vllm_config) else None
 
 

@@ -65,7 +65,7 @@ def _is_given(option: str) -> bool:
 
 
 def _has_one_process(args: Any) -> bool:
-    """Return whether one process creates the configuration of all ranks. Otherwise each rank would draw its own seed."""
+    """Return whether one process creates the configuration of all ranks, so that all ranks get the same random seed."""
     return bool(args.distributed_executor_backend != _ONE_PROCESS_PER_RANK)
 
 
