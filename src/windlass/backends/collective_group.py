@@ -367,7 +367,7 @@ class TorchBroadcastGroup:
         self.broken = True
         self._works = [None] * len(self._works)
         held = (self._process_group, self._store, self._wire, self._buffers)
-        # Only `held` keeps the group and the store now. Their sockets close when this call drops `held`.
+        # Drop this object's references to the group and the store. Their sockets close with the last reference.
         self._process_group = self._store = None
         if not self._is_nccl:
             held[0].abort()

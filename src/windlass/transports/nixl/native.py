@@ -292,7 +292,8 @@ def native_agent(name: str, wire: NixlWire, device: str) -> NativeAgent:
 def _log_file() -> str:
     """Return the path of UCX's log in this process: the user's choice, or a file in a private folder.
 
-    In a shared folder, another user could create a link with the log's name, and UCX would write to the link's target.
+    The folder is private. In a shared folder, another user could create a link with the log's name, and UCX would then
+    write to the link's target.
     """
     if chosen := environment_value("UCX_LOG_FILE"):
         return chosen
