@@ -69,7 +69,7 @@ class Turns(Generic[Work]):
     def place(self, op: int, start: int, nbytes: int, work: Work) -> int:
         """Assign an address to the next part of the payload, and return the address.
 
-        A part that does not fit into the place of the current turn begins a new turn.
+        If the part does not fit into the memory of the current turn, begin a new turn.
 
         Args:
             op: index of the part's op in the link.

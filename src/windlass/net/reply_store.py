@@ -32,11 +32,11 @@ class ReplyStore(Generic[ResultT]):
     def lookup(self, call_id: CallId) -> Reply[ResultT] | None:
         """Return the stored reply to a call; None for a new call, which the caller of this method must execute now.
 
-        The first call of a new round drops the replies of all rounds except the round before.
+        If this is the first call of a new round, drop the replies of all rounds except the previous round.
 
         Raises:
-            StaleMessage: the round of the call has passed, because a call of a later round was looked up before; or `void`
-                has refused the round.
+            StaleMessage: the round of the call has passed, because a call of a later round was looked up before; or the
+                call is new, and `void` was called after a call of this or a later round had arrived.
         """
         epoch, round_number, _ = call_id
         round_id = epoch, round_number

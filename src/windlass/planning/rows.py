@@ -74,7 +74,7 @@ def resolve_names(
     """Give every tensor name a class. Names of one class belong to the same tensor.
 
     An alias of a source (tied weights) joins two names into one class. An alias of a destination joins no classes. But
-    if the sources have a tensor of only one of the two names, the other name gets the class of this tensor.
+    if no source has a destination's tensor under its own name, this name gets the class of the alias.
 
     Args:
         sources: manifests of the trainer ranks.

@@ -500,7 +500,7 @@ class BatchQueue:
         known = held_in(self._shard(asked))
         for lent in self._lent:
             known.update(lent)
-        # The address by which the rank reaches the controller also reaches the controller's transport.
+        # The rank reaches this process at this URL. So other processes reach this process's transport at the same host.
         self.store.towards = str(request.url.origin())
         done = await write_tensors(known, asked, self.store, self._write)
         return web.Response(body=encode(done), content_type=CONTENT_TYPE)

@@ -170,7 +170,7 @@ class PersistedState:
     def _apply(
         self, entry: Submitted | Attempted | Accepted | Resubmitted | Ended | VersionReached
     ) -> None:
-        """Change this state by the transition that an entry records."""
+        """Apply the change that an entry records to this state."""
         match entry:
             case Submitted():
                 self.tasks.update({t: PersistedTask(t, entry) for t in entry.task_ids})

@@ -1,4 +1,4 @@
-"""Prepared data on a GPU: tables of pieces, and words into which kernels add digests."""
+"""Prepared data on a GPU: tables of pieces, and digest words (64-bit numbers to which kernels add digests)."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ WORDS_NBYTES = DIGEST_NBYTES + 8
 
 
 class GpuTables:
-    """Base class of objects that own tables and words in a GPU's memory; `close` frees all of them.
+    """Base class of objects that own tables and digest words in a GPU's memory; `close` frees all of them.
 
     A derived class creates its tables inside `_building`.
 
@@ -40,7 +40,7 @@ class GpuTables:
         self._held: list[Callable[[], None]] = []
 
     def close(self) -> None:
-        """Free all tables and words, unless late kernels may still use them. Idempotent."""
+        """Free all tables and digest words, unless late kernels may still use them. Idempotent."""
         held, self._held = self._held, []
         if not self._gpu.is_late:
             for free in held:
@@ -48,7 +48,7 @@ class GpuTables:
 
     @contextmanager
     def _building(self) -> Iterator[None]:
-        """Run a block that creates tables and words. If the block raises, free all tables and words of this object."""
+        """Run a block that creates tables and digest words. If the block raises, free all that this object owns."""
         with ExitStack() as undo:
             undo.callback(self.close)
             yield

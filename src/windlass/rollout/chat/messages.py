@@ -39,7 +39,10 @@ class Message(msgspec.Struct, frozen=True):
 
     @classmethod
     def of(cls, given: Mapping[str, Any]) -> Message:
-        """Convert a message in the form of chat completions, as a `Chat` contains it. Tool calls may have any form."""
+        """Convert a message in the form of chat completions, as a `Chat` contains it.
+
+        If a tool call has another form, `more` gets all tool calls of the message unchanged.
+        """
         content = given.get("content")
         if isinstance(content, list):
             content = "\n".join(part["text"] for part in content)

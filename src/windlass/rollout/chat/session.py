@@ -208,7 +208,7 @@ class ChatSession:
         Wake the workflow that waits in `wait_for_reward`.
 
         Raises:
-            ConfigError: the session has another reward already.
+            ConfigError: the session already has another reward or other metadata.
         """
         if self.reward is not None and (self.reward, self.metadata) != (reward, metadata):
             raise ConfigError(f"reward: must be set once, got {reward} after {self.reward}")
