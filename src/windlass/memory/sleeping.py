@@ -60,7 +60,7 @@ class SleepingMemory:
             self.is_asleep = False
 
     def _map(self, protection: int, flags: int) -> None:
-        """Replace the mapping at the same addresses by a new one, with this protection and these additional flags of mmap.
+        """Map the same addresses again, with this protection and these additional flags of mmap.
 
         Raises:
             TransferFailed: the system refused the mapping.

@@ -110,7 +110,7 @@ def authorization(token: str) -> dict[str, str]:
 def role_of_certificate(certificate: Certificate | None) -> Access | None:
     """Return the role that a verified client or server certificate names.
 
-    Return None without a certificate, and for a certificate that names no known role or several roles.
+    Return None if there is no certificate, or if the certificate does not name exactly one known role.
     """
     subject = (certificate or {}).get("subject")
     units = {

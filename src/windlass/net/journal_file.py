@@ -281,8 +281,8 @@ def read_entries(
     nbytes = 0
     with path.open("rb") as file:
         for number, line in enumerate(file):
-            # A line that a crash cut short has no valid checksum. A line with a valid checksum whose last byte is not a
-            # newline was not cut short: the byte is damaged.
+            # A line that a crash cut short has no valid checksum. If the checksum is valid but the last byte is not a
+            # newline, the line was not cut short: its last byte is damaged.
             is_torn, is_sound = not line.endswith(b"\n"), _has_checksum(line[:-1] + b"\n")
             if nbytes == upto_nbytes or (is_torn and not is_sound):
                 # The caller cuts off the rest of the file. Raise for a file of another kind, which must not be cut.

@@ -230,7 +230,7 @@ class Listener:
 def _takes_reserved(connection: socket.socket) -> bool:
     """Return whether a connection has one of the reserved file descriptors, which have the highest numbers.
 
-    Linux assigns the lowest free number, so a connection gets a reserved one only if all lower numbers are in use.
+    Linux assigns the lowest free number, so a connection gets a reserved number only if all lower numbers are in use.
     """
     limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     if limit == resource.RLIM_INFINITY:

@@ -274,7 +274,7 @@ class Client(Callee[CommandT, ResultT], Closing, Generic[CommandT, ResultT, Fram
             self._task.cancel()
 
     def _end(self, error: Exception) -> None:
-        """Set `error` in `welcomed` and `ended`, unless they are done: the client will not connect again. Idempotent."""
+        """Set `error` in `welcomed` and `ended` unless they are done. The client will not connect again. Idempotent."""
         for future in (self.welcomed, self.ended):
             if not future.done():
                 future.set_exception(error)

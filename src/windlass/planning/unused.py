@@ -65,7 +65,7 @@ def find_kept(
 def refuse_unused(
     unused: Collection[str], allowed: Collection[str], sources: Sequence[ShardManifest]
 ) -> None:
-    """Check that engines need every trainer tensor, except harmless and allowed ones.
+    """Check that engines need every trainer tensor, except harmless tensors and allowed tensors.
 
     Two kinds of tensors are harmless: MTP layers, and tables that every engine computes itself (rotary embeddings).
 

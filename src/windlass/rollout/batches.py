@@ -559,7 +559,7 @@ def _estimated_nbytes(samples: Sequence[TrainingSample]) -> int:
 
 
 def _parts(samples: Sequence[TrainingSample]) -> Iterator[list[TrainingSample]]:
-    """Divide samples into parts with at least about `PART_NBYTES` each, except the last one."""
+    """Divide samples into parts with at least about `PART_NBYTES` each. Only the last part may be smaller."""
     part: list[TrainingSample] = []
     nbytes = 0
     for sample in samples:
@@ -658,7 +658,7 @@ class BatchClient(Closing):
     def _with_tensors(
         self, batch: TrainingBatch, rank: int, world_size: int, deadline: Deadline
     ) -> TrainingBatch | None:
-        """Return the batch with its tensors once all ranks have theirs; None if tensors are lost.
+        """Return the batch with its tensors after every rank has received its tensors; None if tensors are lost.
 
         Raises:
             TransferError: a write failed; see `RankTensors.fetch`.

@@ -252,7 +252,7 @@ class RolloutController:
             workflow: name of the workflow. The rollout waits until a worker that was started with this
                 workflow has a free slot.
             arguments: msgpack-plain value, which the workflow reads as `WorkflowContext.arguments`.
-            sampling: sampling parameters of the engine calls for which the workflow passes none.
+            sampling: sampling parameters for engine calls to which the workflow passes no sampling parameters.
             metadata: as in `submit`.
             deadline_s: as in `submit`.
 
@@ -307,8 +307,8 @@ class RolloutController:
             sampling: as in `submit`.
             metadata: as in `submit`.
             deadline_s: as in `submit`.
-            num_extra: number of rollouts to submit in addition. The first `n` finished ones are delivered, and the others
-                are cancelled.
+            num_extra: number of rollouts to submit in addition. The first `n` rollouts that finish are delivered, and the
+                other rollouts are cancelled.
             min_samples: smallest number of samples of a delivered group; None for `n`. Rollouts that fail, or are dropped
                 as too old, leave a smaller group. If fewer than `min_samples` samples are left, the group fails.
 
@@ -325,7 +325,7 @@ class RolloutController:
         Call this if the trainer cannot use the result, for example because all rewards are equal.
 
         The staleness policy admits a limited number of rollouts until the version rises, and delivered results count
-        towards this limit. If a trainer cannot use some of them, it may lack samples for its step. The version then
+        towards this limit. If a trainer cannot use some results, it may lack samples for its step. The version then
         does not rise, and without this call the controller would admit no more rollouts.
 
         Raises:
@@ -456,7 +456,7 @@ class RolloutController:
         Raises:
             ConfigError: num_groups < 1, or the controller is closed, before or during the call.
             PeerTimeout: fewer than `num_groups` groups were complete within `deadline_s`. The call delivered no group;
-                a later call can deliver the complete ones.
+                a later call can deliver the complete groups.
             RolloutError: the journal cannot be written.
         """
         if not is_count(num_groups):

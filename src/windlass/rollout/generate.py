@@ -420,7 +420,7 @@ def _continued(tokens: Partial, sampling: SamplingParams) -> Partial:
 
 
 def _joined(first: Partial, second: Partial) -> Partial:
-    """Return the tokens of both answers, one after the other."""
+    """Return the tokens of `first`, followed by the tokens of `second`."""
     if not first.output_ids:
         return second
     return Partial(

@@ -168,7 +168,7 @@ class TensorStore(Closing):
     async def hold(
         self, tensors: Mapping[str, SampleTensor], inline_nbytes: int
     ) -> dict[str, SampleTensor]:
-        """Hold the tensors that have more than `inline_nbytes` bytes. Return all tensors; the held ones have no elements."""
+        """Hold the tensors that have more than `inline_nbytes` bytes. Return all tensors; held tensors have no elements."""
         large = [name for name, tensor in tensors.items() if is_large(tensor, inline_nbytes)]
         if not large:
             return dict(tensors)

@@ -440,7 +440,7 @@ class RolloutJournal:
         self._changes.notify()
 
     def _schedule_upkeep(self) -> None:
-        """Schedule a sync after `journal_sync_s`, unless all lines are synced or a sync runs or is scheduled."""
+        """Schedule a sync after `journal_sync_s`. Do nothing if all lines are synced, or a sync is running or scheduled."""
         if self._has_unsynced and self._timer is None and self.upkeep is None and self._file:
             self._timer = asyncio.get_running_loop().call_later(
                 self._config.journal_sync_s, self._begin_upkeep

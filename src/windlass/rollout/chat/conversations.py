@@ -213,7 +213,7 @@ def _common_end(one: str, other: str) -> str:
 def _joined(ids: tuple[int, ...], after: tuple[int, ...]) -> tuple[int, ...]:
     """Return the ids of an answer, followed by the ids of the text after it.
 
-    If the answer ends with the first ids of this text, because the model generated them, they are not repeated.
+    The answer may end with the first ids of this text, because the model generated them. These ids are not repeated.
     """
     for length in range(min(len(after), MAX_END_TOKENS), 0, -1):
         if ids[-length:] == after[:length]:
