@@ -197,7 +197,7 @@ class _CudaCopies(GpuTables):
             self._words = self._allocate(WORDS_NBYTES) if any(overflows) else 0
 
     def run(self) -> None:
-        """Queue a kernel for each table of copies; clear the words in which kernels report an overflow."""
+        """Clear the words in which kernels report an overflow, and queue a kernel for each table of copies."""
         gpu = self._gpu
         if self._words:
             gpu.device.clear(self._words, WORDS_NBYTES, gpu.stream)

@@ -97,7 +97,9 @@ def is_loopback(host: str) -> bool:
 
 
 def published_host(host: str, advertise_host: str, what: str) -> str:
-    """Return the address at which peers connect to a server that binds `host`: `advertise_host` if given, or `host`.
+    """Return the address at which peers connect to a server that binds `host`.
+
+    The address is `advertise_host` if that is not empty, else `host`.
 
     Raises:
         ConfigError: the address is a wildcard, which peers cannot connect to.

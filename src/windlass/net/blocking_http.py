@@ -89,7 +89,7 @@ class BlockingHttp(Closing):
             path: path and query.
             body: content of the request.
             headers: additional headers of this request.
-            deadline_s: longest time in seconds in which the server may send nothing; None for no limit.
+            deadline_s: largest number of seconds without any byte from the server; None for no limit.
 
         Raises:
             PeerTimeout: the server sent nothing for `deadline_s`.

@@ -165,7 +165,7 @@ class JournalFile(Generic[EntryT]):
         Raises:
             OSError: the new file cannot be opened or written. The journal file itself is unchanged.
         """
-        # After a failure, the file must double before the next try.
+        # If this method fails, the file must double in size before the next try.
         self._compact_at = 2 * self.nbytes
         # A process that was killed in this method may have left its replacement.
         self._replacement.unlink(missing_ok=True)
@@ -274,7 +274,8 @@ def read_entries(
 
     Raises:
         OSError: the file cannot be read.
-        ConfigError: a complete line is damaged or not an entry, or the incomplete first line is of another kind of file.
+        ConfigError: a complete line is damaged or not an entry; or the first line is incomplete, and is not the beginning
+            of a journal file.
     """
     entries: list[EntryT] = []
     decoder = msgspec.json.Decoder(entry_type)

@@ -98,7 +98,7 @@ _UNREAD_CALLS = msgspec.msgpack.Decoder(UnreadCall)
 
 
 def unread_call(data: bytes) -> UnreadCall | None:
-    """Decode only the call identity of an envelope, not its command; return None if `data` is another message."""
+    """Decode only the call identity of an envelope, not its command; return None if `data` is not an envelope."""
     try:
         return _UNREAD_CALLS.decode(data)
     except DECODE_ERRORS:

@@ -26,7 +26,7 @@ def status_of(
 
     Args:
         view: the answer.
-        last_rounds: largest number of rounds to show; the newest are shown.
+        last_rounds: largest number of rounds to show; older rounds are left out.
         max_links: largest number of links to show.
     """
     rounds = view["rounds"][max(len(view["rounds"]) - last_rounds, 0) :]

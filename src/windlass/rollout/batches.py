@@ -506,7 +506,7 @@ class BatchQueue:
         return web.Response(body=encode(done), content_type=CONTENT_TYPE)
 
     async def serve_confirm(self, request: web.Request) -> web.Response:
-        """Answer `POST /v1/batches/confirm` when all ranks have confirmed the batch, or when one has lost tensors."""
+        """Answer `POST /v1/batches/confirm` when all ranks have confirmed the batch, or when a rank has lost tensors."""
         try:
             asked = CONFIRMS.decode(await request.read())
         except ProtocolError as error:

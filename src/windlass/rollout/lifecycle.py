@@ -403,8 +403,8 @@ class Lifecycle:
         A retry moves the rollout to BACKOFF, keeps `partial` if `carry_partial` is set, and starts the timer that queues
         the rollout again.
 
-        The rollout fails if an engine refused the request, after `max_attempts` failures, or after
-        `max_same_errors` equal exceptions in a row.
+        The rollout fails if an engine refused the request, if it has failed `max_attempts` times, or if
+        `max_same_errors` attempts in a row have raised the same exception.
         """
         self._count_failure(record, reason)
         raised, num_raised = record.raised

@@ -224,7 +224,7 @@ def _suffix_change(
 def _has_every_source(
     pairs: Mapping[str, str], missing: Mapping[str, _Shape], there: Mapping[str, _Shape]
 ) -> bool:
-    """Return whether `pairs` has a source of the right shape, in `there`, for every missing tensor."""
+    """Return True if `pairs` gives every missing tensor a source in `there` that has the same shape."""
     return len(pairs) == len(missing) and all(
         there.get(source) == missing[name] for name, source in pairs.items()
     )

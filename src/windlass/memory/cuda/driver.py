@@ -96,7 +96,8 @@ def library() -> ctypes.CDLL:
 def _attribute_of(address: int, attribute: str) -> int | None:
     """Return an attribute of an address; None if the driver does not know the address.
 
-    Call libcuda by ctypes: cuda-bindings 13.2 and 13.3 return the ordinal 0 for memory of every GPU.
+    This function calls libcuda through ctypes, because cuda-bindings 13.2 and 13.3 return the ordinal 0 for the memory of
+    every GPU.
     """
     kind = getattr(driver().CUpointer_attribute, f"CU_POINTER_ATTRIBUTE_{attribute}")
     found = ctypes.c_int(0)

@@ -175,7 +175,7 @@ class WaitThreads:
         return over
 
     def _serve(self, calls: SimpleQueue[tuple[Callable[[], None], Future[float]]]) -> None:
-        """Make the calls that arrive in this thread's queue, without end. After each call, mark the thread as idle."""
+        """Make the calls that arrive in this thread's queue, for ever. After each call, mark the thread as idle."""
         while True:
             wait, over = calls.get()
             began, failure = time.perf_counter(), None

@@ -83,7 +83,7 @@ class ChatReply:
             yield self._chunk(new.index, content, logprobs=self._logprobs(new.tokens))
 
     def ending(self) -> Iterator[bytes]:
-        """Yield the events after all parts of the answers."""
+        """Yield the events that follow the parts of all answers."""
         for index, choice in enumerate(self.choices):
             for number, call in enumerate(self._calls(choice.message)):
                 yield self._chunk(index, {"tool_calls": [{"index": number, **call}]})
@@ -199,7 +199,7 @@ class CompletionReply:
             yield event({**self._head(), "choices": [self._part(new)]})
 
     def ending(self) -> Iterator[bytes]:
-        """Yield the events after all parts of the answers."""
+        """Yield the events that follow the parts of all answers."""
         for index, choice in enumerate(self.choices):
             part = self._part(Delta(index), choice.finish_reason)
             yield event({**self._head(), "choices": [{**part, "logprobs": None}]})

@@ -430,7 +430,7 @@ def _checked(call: Call) -> Call:
 def _call_schema(
     tools: Sequence[Mapping[str, Any]], choice: ToolChoice | None
 ) -> dict[str, Any] | None:
-    """Return the JSON schema of a call if the request demands a call, else None.
+    """Return the JSON schema of a tool call if the request demands a tool call, else None.
 
     Raise `ConfigError` if `choice` names no function of `tools`.
     """

@@ -385,7 +385,7 @@ class ChatServer:
     async def _models(self, http: web.Request) -> web.StreamResponse:
         """Answer `GET /v1/models` with a list of the one model `MODEL`.
 
-        For `GET /v1/models/{name}`, every name exists.
+        `GET /v1/models/{name}` succeeds for every name.
         """
         name = http.match_info.get("name", MODEL)
         model = {"id": name, "object": "model", "created": 0, "owned_by": "windlass"}
@@ -411,7 +411,7 @@ class ChatServer:
         return _json({"id": name, "reward": given.reward})
 
     async def _claim(self, http: web.Request) -> web.StreamResponse:
-        """Wait until a session is offered, at most for the deadline that the agent sent. Then give the session to the agent.
+        """Wait until a session is offered, or until the agent's deadline passes. Give the session to the agent.
 
         Raises:
             ApiError: no session was offered in time, or too many agents wait.
@@ -511,8 +511,8 @@ async def _stream(
 ) -> web.StreamResponse:
     """Send a reply as server-sent events, while `reply` makes them.
 
-    The stream begins with the first event, or after `STREAM_PING_S`. Errors before this time have an HTTP status. If the
-    client disconnects, cancel `reply`, which ends the engine's generation.
+    The stream begins with the first event, or after `STREAM_PING_S`. An error before the stream begins is answered with
+    an HTTP status. If the client disconnects, cancel `reply`, which ends the engine's generation.
     """
     parts = asyncio.Queue[bytes]()
     job = asyncio.ensure_future(reply(parts.put_nowait))
