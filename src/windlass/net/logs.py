@@ -196,7 +196,8 @@ def configure_logging(process: str) -> None:
 
     WINDLASS_LOG sets the format (`text` or `json`, default `text`). WINDLASS_LOG_LEVEL sets the level of the loggers of
     Windlass (default `INFO`); other loggers get `WARNING`. Every line contains `process`, the name of the process.
-    The entry point of each process calls this function. If the root logger already has a handler, only Windlass's level is set.
+    The entry point of each process calls this function. If the root logger already has a handler, only Windlass's level is
+    set.
 
     Raises:
         ConfigError: a variable has an unknown value.

@@ -123,7 +123,7 @@ async def _send_part(websocket: WebSocket, part: bytes, cutter: _Cutter) -> None
 def _within(
     cutter: _Cutter, sending: Coroutine[object, object, None]
 ) -> Generator[object, object, None]:
-    """Await the coroutine `sending`. Start the timer of `cutter` only if the send has to wait, which is rare for small frames."""
+    """Await the coroutine `sending`. Start the timer of `cutter` only if the send has to wait (rare for small frames)."""
     with contextlib.suppress(StopIteration):
         waits_for = sending.send(None)
         with cutter:

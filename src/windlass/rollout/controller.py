@@ -696,7 +696,8 @@ class RolloutController:
     def _engines_changed(self) -> None:
         """Set the trainer's version to the newest version of the routable engines, and schedule a dispatch.
 
-        If an engine with running attempts is no longer routable, it has `engine_grace_s` to become routable again.
+        If an engine with running attempts is no longer routable, start a timer. The timer calls `_evacuate`, unless the
+        engine becomes routable again within `engine_grace_s`.
         """
         if self._closed:
             return

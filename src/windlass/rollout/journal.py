@@ -354,7 +354,10 @@ class RolloutJournal:
             self.add(msgspec.convert(record, Attempted, from_attributes=True))
 
     def delivered(self, task_ids: Sequence[str]) -> None:
-        """Record that the controller delivered these rollouts together: a whole group, or a single rollout."""
+        """Record that the controller delivered these rollouts together: a whole group, or a single rollout.
+
+        With `keep_delivered`, `acknowledged` or `declined` later writes the entry.
+        """
         if not self.on:
             return
         if self.keep_delivered:

@@ -403,7 +403,7 @@ class Lifecycle:
         A retry moves the rollout to BACKOFF, keeps `partial` if `carry_partial` is set, and starts the timer that queues
         the rollout again.
 
-        The rollout fails if an engine refused the request, if it has failed `max_attempts` times, or if
+        The rollout fails if an engine refused the request, if the rollout has `max_attempts` failures, or if
         `max_same_errors` attempts in a row have raised the same exception.
         """
         self._count_failure(record, reason)

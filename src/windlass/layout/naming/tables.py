@@ -136,8 +136,8 @@ DEEPSEEK = (*ENDS, *NORMS, *LATENT, *gated("mlp", "mlp"), *SPARSE, *SHARED)
 def with_predictors(rules: tuple[Rule, ...]) -> tuple[Rule, ...]:
     """Return `rules` and the rules of multi-token prediction (MTP) layers.
 
-    In a checkpoint, the numbers of the MTP layers follow the numbers of the decoder layers. Megatron-core 0.17 renamed the decoder layer inside an MTP
-    layer from `transformer_layer` to `mtp_model_layer`.
+    In a checkpoint, the numbers of the MTP layers follow the numbers of the decoder layers. Megatron-core 0.17 renamed the
+    decoder layer inside an MTP layer from `transformer_layer` to `mtp_model_layer`.
     """
     decoder, own = "decoder.layers.{layer}.", "mtp.layers.{layer}."
     at = "model.layers.{layer}."

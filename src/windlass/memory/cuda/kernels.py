@@ -47,7 +47,7 @@ ms for 1 GiB. The parts together are written as fast as one whole table (H200, 2
 def raw_pieces(
     sources: UInt64Array, targets: UInt64Array, nbytes: UInt64Array, max_nbytes: int
 ) -> StructuredArray:
-    """Cut n ranges of bytes into pieces of at most `max_nbytes`. The payload of the pieces is all ranges in their order.
+    """Cut n ranges of bytes into pieces of at most `max_nbytes`. The payload is the ranges, one after another.
 
     Args:
         sources: (n,) addresses to read.
@@ -108,8 +108,8 @@ class PieceTable:
 def cut_parts(nbytes: Int64Array) -> tuple[range, ...]:
     """Divide pieces into parts of about equal size. Return the index range of each part; () if there are no pieces.
 
-    A part has about `PART_NBYTES` or more, but less than about 2 * `PART_NBYTES`. So pieces of less than
-    2 * `PART_NBYTES` in total are one part. `nbytes`, (num_pieces,), has the size of each piece.
+    The number of parts is the largest number with which a part has at least `PART_NBYTES` on average, but at least 1.
+    `nbytes`, (num_pieces,), has the size of each piece.
     """
     ends = np.cumsum(nbytes)
     if not len(ends):
