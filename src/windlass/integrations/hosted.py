@@ -261,7 +261,7 @@ class TrainerRanks:
         """Start a controller on rank 0, connect every rank to it, and then let servers join. Collective.
 
         Args:
-            what: name of the call: equal on all ranks, and different for every call.
+            what: name of this call; the same on all ranks, and a new name for every call.
             host: function that starts the controller and returns the address for trainer ranks. Rank 0 calls it.
             connect: function that every rank calls with this address.
             join: function that lets servers join. Rank 0 calls it after all ranks have connected.

@@ -72,7 +72,8 @@ class WindlassCheckpointEngine(CheckpointEngine):  # type: ignore[misc]  # NeMo-
     def prepare(self) -> dict[str, Any]:
         """Return this rank's name as a receiver, its host, and the port of its store.
 
-        The policy's rank 0 creates the store that all vLLM ranks use. A rank without a store returns port 0.
+        Every rank 0 of `torch.distributed` creates a store, and other ranks return port 0. All vLLM ranks use the store of
+        the policy's rank 0.
         """
         host = ray.util.get_node_ip_address().strip("[]")
         if self._store is None and dist.get_rank() == 0:

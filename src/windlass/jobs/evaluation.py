@@ -93,7 +93,7 @@ async def evaluate(
 
 
 async def with_rewards(scorer: Scorer, group: RolloutGroup) -> RolloutGroup:
-    """Score the rollouts of a group. Return the group with the rewards, without rollouts that could not be scored."""
+    """Score the rollouts of a group. Return a group of the scored rollouts with their rewards; leave out the others."""
     rewards = await scorer.score(group.rollouts)
     scored = tuple(
         msgspec.structs.replace(rollout, reward=reward)

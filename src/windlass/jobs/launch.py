@@ -888,7 +888,8 @@ class Job:
         # next checkpoint.
         state, tasks, trained = self._recipe_state, self._open_tasks(), self._trained
         journal, num_groups = self._journal_position()
-        # The journal counts the tasks that the job still has to skip, but the recipe's state is from before these tasks.
+        # The journal also counts the tasks that the job still has to skip. The recipe's state is from before these tasks,
+        # so do not count them.
         num_groups -= self._num_skipped
         self._trained = []
         with self._waiting_for(lambda: f"the trainer ranks: checkpoint {self._steps}"):
@@ -1091,7 +1092,7 @@ class Job:
             await self._submit(task, deadline_s)
 
     async def _next_task(self, tasks: Iterator[tuple[Task, bytes]]) -> tuple[Task, bytes] | None:
-        """Return the recipe's next task and the encoded state of the recipe after this task; None after the last task.
+        """Return the recipe's next task, and the recipe's encoded state after this task; None after the last task.
 
         The recipe runs in the thread of `_task_calls`, so this method does not block the event loop.
         """

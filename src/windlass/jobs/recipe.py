@@ -318,16 +318,16 @@ def has_filters(recipe: Recipe) -> bool:
 
 
 def refused_by(recipe: Recipe, group: RolloutGroup) -> list[str] | None:
-    """Return the ids of a group's rollouts that the recipe does not accept; None if it does not accept the group."""
+    """Return the ids of those rollouts that the recipe's `accepts` refuses; None if `accepts_group` refuses the group."""
     if not recipe.accepts_group(group):
         return None
     return [each.task_id for each in group.rollouts if not recipe.accepts(each)]
 
 
 def score(recipe: Recipe, group: RolloutGroup) -> list[TrainingSample]:
-    """Call `recipe.samples` for a group and check the result. May block, and raises every error of the recipe.
+    """Return the result of `recipe.samples` for a group; an empty list if `recipe.accepts_scored` refuses the samples.
 
-    Return no samples if `recipe.accepts_scored` refuses them.
+    May block, and raises every error of the recipe.
 
     Raises:
         ConfigError: the recipe returned a value that is not a sequence of `TrainingSample`.

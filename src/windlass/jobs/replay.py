@@ -170,7 +170,7 @@ def _compared(
     *,
     is_exact: bool,
 ) -> Replay:
-    """Compare the engine's answers for the output tokens `asked` with the sample."""
+    """Compare the engine's answers with the sample. Each answer is for one range [first, last) of `asked`."""
     distances: list[float] = []
     differences: list[int] = []
     for (first, last), answer in zip(asked, answers, strict=True):

@@ -171,7 +171,7 @@ class WeightTransfer:
         """Publish the weights; replaces TRL's `_sync_weight_merged`. Collective.
 
         Returns:
-            `t0`, the time at which all ranks were ready, and the time at which the transfer ended, all by `time.time`.
+            Three times, all by `time.time`: the argument `t0`; when all ranks were ready; when the transfer ended.
         """
         sync = self._connect_model(trainer)
         trainer.accelerator.wait_for_everyone()

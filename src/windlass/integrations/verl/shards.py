@@ -391,7 +391,7 @@ def _new_manager(
     actor_wg: object = None,  # noqa: ARG001
     replicas: Sequence[Any] = (),
 ) -> CheckpointEngineManager:
-    """Create a `ShardCheckpointManager`, not verl's own manager, for replicas that use this backend on the actor's GPUs.
+    """Create a `ShardCheckpointManager` for replicas that use this backend on the actor's GPUs, and `cls` for others.
 
     For replicas on the actor's GPUs, verl's `ppo/v1` changes the backend in the manager's configuration to `naive`. So read
     the user's choice from the configuration of the replicas.

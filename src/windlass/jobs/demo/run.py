@@ -173,7 +173,7 @@ MEGATRON_FAMILIES = ("llama", "qwen2", "qwen3")
 
 
 def megatron_refusal(config: Any) -> str:
-    """Return why `megatron_trainer.py` cannot train the model of a transformers configuration; empty if it can."""
+    """Return why `megatron_trainer.py` cannot train the model with this transformers configuration; empty if it can."""
     if config.model_type not in MEGATRON_FAMILIES:
         return f"model_type must be one of {list(MEGATRON_FAMILIES)}, got {config.model_type!r}"
     if (rope_type := config.rope_parameters.get("rope_type", "default")) != "default":

@@ -266,7 +266,7 @@ class SlurmBackend(ClusterBackend):
         raise ConfigError(f"slurm: {spec.name}: sbatch refused: {'; '.join(said)}")
 
     async def _admit(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        """Read the lease from a new connection. Record the connection in the lease's job, which is now known to run.
+        """Read the lease from a new connection, and record the connection in the lease's job, which therefore runs.
 
         Close the connection if it does not send the lease of a waiting job.
         """
