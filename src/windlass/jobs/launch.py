@@ -508,8 +508,8 @@ class Job:
         If the job has got a second signal, cancel nothing. A signal that arrives during the wait ends the wait.
 
         Returns:
-            Seconds that worker processes get to end afterwards: `shutdown_s` after a complete clean-up, 5 if attempts
-            are left, 0 after a signal.
+            Seconds that worker processes get to end afterwards: `shutdown_s` after a complete clean-up, 5 if some
+            attempts have not cleaned up, 0 after a signal.
         """
         if self._insisted:
             return 0.0
@@ -913,8 +913,8 @@ class Job:
     def _open_tasks(self) -> bytes:
         """Return the tasks that the recipe yielded and the job has not trained on yet, encoded for a checkpoint.
 
-        Leave out tasks that the journal of rollouts records. Return no bytes if the recipe has no state, or if msgpack
-        cannot encode the tasks.
+        Leave out tasks that the journal of rollouts records. Return `b""` if the recipe has no state, or if msgpack cannot
+        encode the tasks.
         """
         if not self._recipe_state:
             return b""

@@ -129,8 +129,9 @@ def _distance(
 ) -> torch.Tensor:
     """Return the absolute difference between the trainer's and the sample's log-probability, for each trained token.
 
-    vLLM applies `top_p` to the `top_k` tokens, SGLang to all tokens. The sample does not tell which of the two engines
-    generated it, so return the smaller of both differences, and at most `_MAX_DISTANCE`.
+    vLLM applies `top_p` to the `top_k` tokens, and SGLang applies it to all tokens. The sample does not tell which of
+    these engines generated it. So compute both differences, and return the smaller one for each token. The largest
+    result is `_MAX_DISTANCE`.
 
     Args:
         logits: the trainer's logits (T, V) for the answer's tokens, on the CPU.

@@ -293,7 +293,8 @@ class Scoring:
         """Return the group with the rewards of the scorer; None if rollouts could not be scored and are replaced."""
         if self._scorer is None:
             return group
-        # Only a group's first scores count for the share of failures. Later scores are those of replaced rollouts.
+        # Only a group's first scores count for the share of failures. Later scores belong to answers that replace
+        # answers without a reward.
         is_first = group.group_id not in self._rewards
         known = self._rewards.pop(group.group_id, {})
         unscored = [each for each in group.rollouts if _answer(each) not in known]

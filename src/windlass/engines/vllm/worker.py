@@ -155,7 +155,8 @@ class VllmApi:
         """Set the version of later tokens; see `EngineApi.set_version`.
 
         Do nothing if the main loop is blocked, because `windlass_quiesce` then returns the version to the EngineCore.
-        Do nothing either if only the trainer can call the server's routes, unless the server slept before the pause.
+        If only the trainer can call the server's routes, do nothing either, except for a server that slept before the
+        pause.
         """
         if self._is_blocking or (self._server is None and not self._rests):
             return

@@ -177,7 +177,8 @@ class SchedulerConfig(msgspec.Struct, frozen=True, tag_field="kind", forbid_unkn
         """Return the `ClusterBackend` that reserves nodes, cores and GPUs, and starts and ends the processes.
 
         Args:
-            log_dir: folder on this host. The output of process NAME goes to `NAME.log` there, or to a log on its node.
+            log_dir: folder on this host. The output of process NAME goes to `NAME.log` in this folder, or to a log on
+                the node of the process.
 
         Raises:
             ConfigError: a setting has an invalid value.

@@ -207,7 +207,7 @@ async def answer_of(call: Awaitable[Any], deadline_s: float | None = CALL_DEADLI
 
     Args:
         call: pending call of an actor.
-        deadline_s: seconds to wait; None waits without a limit. If the actor dies, Ray ends the call in both cases.
+        deadline_s: seconds to wait; None to wait without a limit. The wait also ends if the actor dies.
 
     Raises:
         PeerUnreachable: the actor or its node has died.

@@ -138,7 +138,7 @@ class SlurmSchedulerConfig(SlurmOptions, SchedulerConfig, frozen=True, tag="slur
         return SlurmBackend(log_dir, self)
 
     def options_of(self, name: str) -> SlurmOptions:
-        """Return the options of a process: the options of every process, followed by those of each matching pattern.
+        """Return the options of a process: the options of every process, then the options of each matching pattern.
 
         Slurm uses the last value of an option, so a pattern overrides the options of every process. A `prefix` or
         `gpu_type` of a pattern replaces the earlier value.
