@@ -67,9 +67,10 @@ class LogprobCheck:
     def _compare(
         self, _model: torch.nn.Module, given: tuple[Any, ...], named: dict[str, Any], output: Any
     ) -> None:
-        """Compare each sample that a forward pass contains with the logits of this pass. torch calls this after each pass.
+        """Compare samples with the logits of a forward pass. torch calls this hook after each pass of the model.
 
-        Add the differences to `distances`, and do not compare these samples again.
+        Skip samples that the pass does not contain. Add the differences of the other samples to `distances`, and do not
+        compare these samples again.
         """
         tokens = _whole(given[0] if given else named.get("input_ids"), 2)
         logits = _whole(

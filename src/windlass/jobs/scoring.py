@@ -147,9 +147,9 @@ class Scoring:
     async def _have_tensors(self, found: Mapping[int, asyncio.Task[list[TrainingSample]]]) -> bool:
         """Let the ranks fetch the large tensors of scored groups. Return whether the step can take these groups now.
 
-        A step has not taken the groups yet, so an engine can generate an answer with a lost tensor again. If the worker
-        that held the tensor has ended, the rollout controller replaces the answer. For all other lost tensors, this
-        method replaces the answers.
+        A step has not taken the groups yet, so an answer whose tensor is lost can still be replaced. If the worker that
+        held the tensor has ended, the rollout controller replaces the answer. For all other lost tensors, this method
+        replaces the answers.
 
         Raises:
             TrainerError: see `TrainController.take_tensors`; or a tensor that the recipe made is lost.
