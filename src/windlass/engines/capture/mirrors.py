@@ -397,7 +397,7 @@ def _from_all_rows(
 ) -> Mirror | None:
     """Search the matrices of `alike` for every nonzero row, and return the mirror.
 
-    `alike` has the weights as matrices with the width of `rows`. Return None if a row is missing from all matrices, or if
+    `alike` has pairs of a weight and a matrix view of it, as wide as `rows`. Return None if a row is missing from all matrices, or if
     the rows found in one matrix do not look like a slice.
     """
     missing = (_comparable(rows) != 0).any(1)
@@ -711,7 +711,8 @@ class Later:
     def _is_unchanged(self) -> bool:
         """Return whether `look` can skip the search, because the model references the same objects as at the last search.
 
-        The tensors that updates write must also have their old addresses. Return False if the last search was a full one.
+        The tensors that updates write must also have their old addresses. Return False after a full search, because a full
+        search records no signature.
         """
         return (
             self._signature is not None

@@ -360,7 +360,7 @@ class Signature:
         if shape.has_dict:
             found.append(vars(item).values())
         if isinstance(item, dict):
-            # A subclass may return a copy.
+            # `values` of a subclass may return a copy, which is no live view.
             found.append(dict.values(item))
         elif type(item) in (list, set):
             found.append(item)
@@ -390,7 +390,7 @@ def _followed(values: Iterable[object]) -> list[int]:
 
 
 def _members(item: Any, shape: Shape) -> Iterable[object]:
-    """Return the values in an object other than a dict, without the values in the object's `__dict__`."""
+    """Return the values in an object, except the values in its `__dict__`. The object must not be a dict."""
     held: Iterable[object] = ()
     match shape.form:
         case Form.SEQUENCE | Form.SET:
@@ -582,8 +582,8 @@ class _Walk:
     def _values(self, node: Node, join: Join, held: Iterable[tuple[Any, Any]]) -> None:
         """Add nodes for the values in the object of `node`; `held` has pairs of key and value.
 
-        Add no nodes for Python numbers and empty containers; record them in lists of numbers and of empty containers. Skip
-        values of skipped classes.
+        Record Python numbers and empty containers in separate lists, without nodes. Ignore values whose classes the walk
+        skips.
         """
         shapes, found, seen = _SHAPES, self._found, self._seen
         for key, value in held:
@@ -617,7 +617,7 @@ class _Walk:
         self._globals(_globals_of(function))
 
     def _enter_class(self, kind: type) -> None:
-        """Add what the methods of a class and of its base classes can read.
+        """Add the values that the methods of a class and of its base classes can read.
 
         For each of these classes, add the data in its attributes, its functions that have state, and the globals that its
         functions use.
@@ -719,7 +719,7 @@ def _inside(item: Any) -> Iterable[object]:
         return _script_values(item)
     if not isinstance(item, torch.Future):
         return gc.get_referents(item)
-    # A future may have no result yet, or an error.
+    # `value` raises the future's error if the computation failed.
     with suppress(Exception):
         return [item.value()] if item.done() else []
     return []
@@ -935,10 +935,9 @@ def _function_in(value: object) -> FunctionType | None:
 
 
 def _variables_used_by(functions: list[FunctionType]) -> Iterator[tuple[dict[str, Any], str]]:
-    """Yield (namespace, name) of the global variables that functions use.
+    """Yield (namespace, name) of the global variables that `functions` use, directly or through calls.
 
-    Also yield the variables of functions that these functions call. Follow any number of calls within one Python module,
-    but only one call into another Python module. Find variables that the code names directly, and variables that it names
+    Follow any number of calls within one Python module, but only one call into another Python module. Find variables that the code names directly, and variables that it names
     through their module, as in `kernels.cache`.
     """
     waiting = [(function, True) for function in functions]

@@ -128,7 +128,7 @@ class Recompute:
         }
 
     def run(self) -> None:
-        """Compute the computed tensors again, by a load of the buffers that the update has written.
+        """Compute the computed tensors again: pass the buffers, which the update has written, to the engine's loader.
 
         The engine must be quiesced; any thread may call this.
 
@@ -310,8 +310,8 @@ def plan_recompute(
 
     A partial load may leave other tensors wrong, because the loader may rebuild a whole layer. If so, this function adds
     checkpoint tensors to the partial load until no tensor is wrong. It first adds the checkpoint tensors that are copied
-    into the wrong tensors, then the ones for all tensors in the same modules, then the ones for all tensors in the
-    enclosing modules.
+    into the wrong tensors. If tensors are still wrong, it adds the checkpoint tensors that are copied into any tensor of
+    the same modules, then of the enclosing modules.
 
     `computed` has the names of computed tensors and computed Python numbers. `numbers` has the element numbers of each
     tensor that is a copy of checkpoint elements.
@@ -405,8 +405,8 @@ class _Part:
         """Make two trial updates; return the names of tensors that have wrong bytes afterwards or have moved.
 
         In a trial update, the partial load gets only the tensors `sources`. The right bytes are the bytes after a load
-        of the whole checkpoint. If the loader raises in a partial load, return all computed tensors. Errors of whole
-        loads are raised.
+        of the whole checkpoint. If the loader raises in a partial load, return all computed tensors. If it raises in
+        a load of the whole checkpoint, raise that error.
         """
         self.load(self.codes.random(0))
         before = self._fixed(sources)
