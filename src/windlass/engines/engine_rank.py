@@ -51,8 +51,8 @@ class EngineApi(Protocol):
         """Make the engine start no new requests, and abort, retract or keep its running requests (see `PauseMode`).
 
         Returns:
-            True if the engine's scheduler is paused until `resume`; False if the engine stops only while its main loops
-            are blocked.
+            True if the engine's scheduler is paused until `resume`. False if the scheduler has no such pause, so that the
+            engine stops only while its main loops are blocked.
         """
         ...
 
@@ -66,7 +66,7 @@ class EngineApi(Protocol):
     def quiesce(self, pause_id: str, deadline_s: float, *, block: bool) -> None:
         """Make the main loop of every rank call `QuiesceGate.block` if `block`, else `QuiesceGate.quiesced`.
 
-        Return when all these calls have returned: with `block`, this is the end of the pause.
+        Return when all these calls have returned. `QuiesceGate.block` returns at the end of the pause.
         """
         ...
 
@@ -150,11 +150,11 @@ class RankHooks:
     def _look(self, captured: Captured) -> None:
         """Search for new derived values (`Captured.look`), or check the result of the search before sleep.
 
-        If the weights are lost, no search is possible. The main loop has searched before it lost them, and has recorded
+        If the weights are lost, no search is possible. The main loop searched before sleep freed the weights, and recorded
         any problem in `RankSleep.missed`.
 
         Raises:
-            UnsupportedLayout: an update cannot refill such a value, or the engine has moved a tensor into which updates
+            UnsupportedLayout: an update cannot refill a derived value, or the engine has moved a tensor into which updates
                 write.
         """
         if not self._sleep.is_lost:
@@ -241,8 +241,8 @@ class RankHooks:
     def set_version(self, version: int, deadline_s: float) -> None:
         """Set the version that the engine reports for later tokens; see `EngineHooks.set_version`.
 
-        If the engine's scheduler is paused, release a blocked main loop first: the loop then runs no step, but can carry
-        out the call that sets the version.
+        If the engine's scheduler is paused, release a blocked main loop first, so that the loop can carry out the call
+        that sets the version. The loop runs no step, because the scheduler stays paused.
         """
         if self._paused:
             self._gate.end()
@@ -387,8 +387,8 @@ class EngineRank:
         on_held: Callable[[bool], None] | None = None
         if rank == 0:
             on_held = partial(note_held, settings.url, settings.controller)
-            # Remove the record that the engine is held. It may be left from the previous fleet, if the weights became mixed
-            # and the engine then slept and lost them.
+            # Delete a record that the previous fleet left: it says that the engine is held. The record remains if the weights
+            # became mixed, and the engine then slept and lost them.
             on_held(False)
         begun = time.perf_counter()
         sizes = [parameter.nbytes for parameter in captured.manifest.parameters]
@@ -446,8 +446,8 @@ class EngineRank:
         """Leave the current fleet, if any, and unregister the rank's memory. The fleet's controller must have ended.
 
         Raises:
-            ProtocolError: the controller is still connected after `deadline_s`, so a trainer may still write. Or the
-                weights may be mixed, and only an update by the current fleet makes them whole.
+            ProtocolError: the controller is still connected after `deadline_s`, so a trainer may still write; or the
+                weights may be mixed, so the rank must wait for an update by its current fleet.
         """
         self._require_free(deadline_s)
         if self._client is not None:

@@ -37,7 +37,7 @@ _OPENAI = "/v1/"
 
 
 def note_held(url: str, controller: str, is_held: bool) -> None:
-    """Write or remove the record that the engine of a server on this host stays paused. If this fails, log the error.
+    """Record that the engine of a server on this host stays paused, or delete this record. If this fails, log the error.
 
     Args:
         url: URL of the server.

@@ -93,7 +93,7 @@ def _end_signals() -> int:
     """Return a file descriptor that becomes readable at the next SIGTERM or SIGINT. Call this in the main thread.
 
     Python runs signal handlers only in the main thread, and a main thread that waits for a lock may never run them. But
-    CPython's own C handler runs at once. Let it write to a pipe (`signal.set_wakeup_fd`).
+    CPython's own C handler runs at once. `signal.set_wakeup_fd` makes this C handler write to a pipe.
     """
     reader, writer = os.pipe()
     os.set_blocking(writer, False)
@@ -413,8 +413,8 @@ def serve(
             returns.
 
     Returns:
-        The exit status of the server, or 2 if the server did not become ready or a rank failed to join. After a `task`,
-        0.
+        The exit status of the server, or 2 if the server did not become ready or a rank failed to join. If `task`
+        returned and the server was killed, the status is 0.
 
     Raises:
         ConfigError: another server listens on the port. vLLM would share the port with that server (SO_REUSEPORT), and

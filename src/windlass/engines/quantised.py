@@ -51,7 +51,7 @@ class _Modelopt(msgspec.Struct, frozen=True):
 
 
 def require_followed(folder: Path, rest: Sequence[str]) -> bool:
-    """Return whether the checkpoint is quantised in a scheme that trainers support (float8 in blocks).
+    """Return whether the checkpoint is quantised. Check that trainers support its scheme (float8 in blocks).
 
     Args:
         folder: folder of the checkpoint; a folder without config.json counts as not quantised.
@@ -83,7 +83,7 @@ def require_followed(folder: Path, rest: Sequence[str]) -> bool:
 
 
 def is_declared(folder: Path) -> bool:
-    """Return whether a checkpoint may be quantised: it declares a quantisation, or it has no config.json.
+    """Return whether a checkpoint might be quantised: it declares a quantisation, or it has no config.json.
 
     Raises:
         ConfigError: config.json is invalid.

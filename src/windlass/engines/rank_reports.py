@@ -340,8 +340,8 @@ def check_layouts(engine: str, ranks: Sequence[CapturedLayout]) -> None:
     A loader may read a tensor that no rank's memory contains. The values are then in memory that capture cannot see (such
     as a kernel's private copy), and updates would not change them.
 
-    Print to stderr which tensors the loaders of all ranks skip. Also print the bytes of buffers and the number of tensors
-    that the loader recomputes after each update, and the seconds of each capture stage on the slowest rank.
+    Print to stderr which tensors the loaders of all ranks skip. Also print the size of the update buffers, the number of
+    tensors that the loader recomputes after each update, and the seconds of each capture stage on the slowest rank.
 
     Raises:
         ConfigError: a loader reads a tensor that no rank's memory contains; the message names these tensors.

@@ -142,9 +142,9 @@ class _CutLinear(torch.nn.Module):
         self._by_inputs = by_inputs
 
     def forward(self, inputs: torch.Tensor) -> torch.Tensor:
-        """Return this rank's output features.
+        """Return this rank's output features, if the layer is split by outputs.
 
-        If the layer is split by inputs, return the sum of all ranks' outputs (collective).
+        If the layer is split by inputs, return all output features: the sum over the ranks (collective).
         """
         if not self._by_inputs:
             return functional.linear(inputs, self.weight, self.bias)
@@ -226,7 +226,7 @@ class _SlotCache:
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Store keys and values (B, heads, T, D); return all keys and values of the slots, each (B, heads, span, D).
 
-        transformers passes `kwargs` since 5.24.
+        transformers 5.24 and later pass `kwargs`; this function ignores it.
         """
         del kwargs
         if layer_idx not in self._layers:

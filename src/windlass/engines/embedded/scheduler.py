@@ -161,7 +161,7 @@ class Scheduler:
             self._changed.notify_all()
 
     def abort(self, rid: str) -> bool:
-        """End the request with this id; its answer has the tokens so far. Return False if it neither runs nor waits."""
+        """End the request with this id; its answer has the tokens so far. Return False if there is no such request."""
         with self._changed:
             found = [r for r in (*self._running.values(), *self._waiting) if r.rid == rid]
             for request in found:
@@ -216,7 +216,7 @@ class Scheduler:
     def next_step(self) -> Step:
         """Wait for a request or a pause, and return the next step.
 
-        Before a pause, end or requeue requests as the mode of the pause demands.
+        If a pause is wanted, its mode decides whether this function first ends the requests, requeues them, or keeps them.
         """
         with self._changed:
             self._changed.wait_for(self._has_work)
@@ -361,7 +361,10 @@ class Scheduler:
 
 
 def _adjusted(logits: torch.Tensor, request: Request) -> torch.Tensor:
-    """Return the logits (V) after the bias, the penalties and `min_new_tokens` of a request."""
+    """Return the logits (V), changed by a request's bias and penalties.
+
+    Until the answer has `min_new_tokens` tokens, tokens that would end it get -inf.
+    """
     sampling, output = request.sampling, request.output_ids
     logits = biased(logits, sampling.logit_bias)
     logits = penalised(logits, request.input_ids + output, sampling.repetition_penalty)

@@ -261,10 +261,10 @@ class EngineServer:
         return {"text": "", "output_ids": tokens, "meta_info": meta}
 
     async def _stop_finder(self, texts: Sequence[str]) -> Callable[[list[int]], bool]:
-        """Return a function that takes output ids and returns whether the last ids contain one of `texts`.
+        """Return a function that takes output ids and returns whether the text of the last ids contains one of `texts`.
 
         Raises:
-            ConfigError: texts are given, and the model's folder has no tokenizer.
+            ConfigError: `texts` is not empty, and the model's folder has no tokenizer.
         """
         if not texts:
             return lambda _: False

@@ -143,8 +143,8 @@ class SleepingHooks:
         Until `round_ended`, the rank refuses to sleep.
 
         Raises:
-            PeerTimeout: the rank was falling asleep, and did not finish within `deadline_s`. Or the engine did not pause
-                within `deadline_s`.
+            PeerTimeout: the rank did not finish falling asleep within `deadline_s`, or the engine did not pause within
+                `deadline_s`.
         """
         if not self._turn.acquire(timeout=deadline_s):
             raise PeerTimeout(f"pause: the rank has not fallen asleep within {deadline_s} s")
