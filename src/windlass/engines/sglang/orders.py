@@ -215,8 +215,8 @@ class SglangApi:
         SGLang's `abort` waits until the server has sent the answer of every running request. If ranks can end requests
         themselves, pause with `retract` instead; `quiesce` then orders the ranks to end the requests at `resume`.
 
-        With pipeline stages, the main loop of SGLang 0.5.23 ignores a pause. It stops only in the mode `abort`, which leaves
-        no requests.
+        With pipeline stages, the main loop of SGLang 0.5.23 continues its steps during a pause. Only the mode `abort` stops
+        the steps, because it ends all requests.
 
         Raises:
             ConfigError: the engine has pipeline stages, and `mode` is not `abort`.
@@ -267,7 +267,7 @@ class SglangApi:
             self._server.post(f"/flush_cache?timeout={waits_s}", {}, deadline_s)
 
     def resume(self, deadline_s: float) -> None:
-        """Resume generation; see `EngineApi.resume`. If the weights were lost, the request also wakes the other memory."""
+        """Resume generation; see `EngineApi.resume`. If the round woke the weights, first wake the rest of the memory."""
         if self._sleep is not None and self._is_turn:
             self._sleep.go_on(deadline_s)
             return

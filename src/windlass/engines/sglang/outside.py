@@ -87,7 +87,7 @@ class Attach(msgspec.Struct, frozen=True, kw_only=True):
 def attach(order: Attach, layout: LayoutFile) -> int:
     """Connect a server to the controller, and carry out the controller's commands until this process ends.
 
-    If the server was restarted, connect it again. This function returns only by an exception.
+    If the server was restarted, connect it again. This function never returns; it ends with an exception.
 
     Raises:
         ConfigError, UnsupportedLayout: the layout does not describe the server; see `require_captured` and `match`.

@@ -89,8 +89,8 @@ _done: set[str] = set()
 def load() -> None:
     """Register the plugin. Idempotent.
 
-    SGLang and `windlass.engines.sglang.serve` call this in every process of a server. This function does not check the
-    settings: SGLang would only log an exception, and start the server. `_prepare` checks them.
+    SGLang and `windlass.engines.sglang.serve` call this in every process of a server. `_prepare` checks the
+    settings. This function does not, because SGLang would only log its exception and start the server.
     """
     if not environment_value(CONTROLLER_VARIABLE) or not _is_first_call("load"):
         return

@@ -52,8 +52,8 @@ def return_sampled_logprobs() -> None:
             mass, num_left = _left(probs, sampling)
             output.next_token_logprobs -= mass.log()
             _correct_top(output, mass, num_left)
-        # SGLang gives a greedy request temperature 1 and top_k 1, and returns the model's log-probability. For another
-        # request with top_k 1, only one token can be sampled: its log-probability is 0.
+        # SGLang gives a greedy request temperature 1 and top_k 1, and returns the model's log-probability. In any
+        # other request with top_k 1, only one token can be sampled: its log-probability is 0.
         alone = (sampling.top_ks == 1) & (sampling.temperatures[:, 0] != 1.0)
         output.next_token_logprobs.masked_fill_(alone, 0.0)
         if _has_top(output):

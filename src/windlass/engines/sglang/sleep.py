@@ -85,7 +85,7 @@ class RankSaver:
     # --- messages of SGLang --------------------------------------------------------------------
 
     def release(self, message: Any, updater: Any, carry_out: Callable[[], object]) -> str:
-        """Pause the scheduler and free the memory of a request's tags. Return an empty string.
+        """Pause the scheduler and free the memory that a request's tags name. Return an empty string.
 
         If this rank or another rank refuses (an update runs, for example), free nothing, and return the reason.
 
@@ -123,7 +123,7 @@ class RankSaver:
         return ""
 
     def resume(self, message: Any, updater: Any, carry_out: Callable[[], object]) -> str:
-        """Map the memory of a request's tags again, carry out the order in the tags (if any), and resume the scheduler.
+        """Map the memory that a request's tags name, carry out the order in the tags (if any), and resume the scheduler.
 
         While memory still sleeps or the weights are lost, the scheduler stays paused. Return an empty string. If a rank has
         too little memory, map nothing, make the pause of the order fail, and return the reason. The arguments are those of
@@ -167,9 +167,9 @@ class RankSaver:
         self._runs = False
 
     def continued(self, scheduler: Any) -> None:
-        """Record SGLang's request to continue: when memory has woken, the scheduler must run.
+        """Record that SGLang was asked to continue, so that the scheduler runs when all memory is awake.
 
-        While memory sleeps or the weights are lost, pause the scheduler again.
+        If memory sleeps or the weights are lost now, pause the scheduler again.
         """
         self._runs = True
         if self._state.is_at_rest:
@@ -305,8 +305,8 @@ def install(
         io_struct.ResumeMemoryOccupationReqInput,
     )
 
-    # The scheduler already holds references to its handlers, so it would not call patched handlers. It looks up `__call__`
-    # of its dispatcher's class for every message.
+    # The scheduler already holds references to its handlers, so it would not call patched handlers. Patch `__call__` of the
+    # dispatcher's class instead: Python looks it up for every message.
     def call(dispatcher: Any, message: Any) -> Any:
         carry_out = functools.partial(dispatch, dispatcher, message)
         if isinstance(message, release):
@@ -331,7 +331,7 @@ def install(
 
 
 def report_refusals(mixin: Any) -> None:
-    """Patch the methods of SGLang's tokenizer manager for requests to sleep and to wake.
+    """Patch the methods with which SGLang's tokenizer manager handles requests to sleep and to wake.
 
     A patched method raises ConfigError with the reason if a rank refuses. After a request that makes the scheduler run, the
     method ends the manager's own pause, so that waiting requests reach the scheduler. `mixin` is SGLang's class
