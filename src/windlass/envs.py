@@ -81,7 +81,7 @@ def _overwrite(name: str) -> None:
 def control_token() -> str:
     """Return the token that this process sends to peers; empty if a certificate replaces the token.
 
-    The token is the value of WINDLASS_TOKEN. If this variable is not set, the file WINDLASS_TOKEN_FILE contains the token.
+    The token is the value of WINDLASS_TOKEN. If this variable is not set, the token is in the file that WINDLASS_TOKEN_FILE names.
 
     Raises:
         ConfigError: neither variable is set (and there is no certificate), an HTTP header cannot carry the token, the

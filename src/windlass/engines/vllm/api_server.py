@@ -83,7 +83,7 @@ def note_adapters(modules: Sequence[Any] | None) -> None:
 def extend_api_server() -> None:
     """Patch `init_weight_transfer_engine` and `update_weights` of vLLM's `AsyncLLM` (0.24, 0.32). Idempotent.
 
-    With our weight-transfer backend, the first method orders the ranks of all replicas to join the trainer's fleet. If the
+    With Windlass's weight-transfer backend, the first method orders the ranks of all replicas to join the trainer's fleet. If the
     replicas run their steps together, the second method pauses all replicas before it calls vLLM's own method. With
     another backend, the patched methods only call the original methods.
     """
@@ -144,8 +144,8 @@ def settings_of(engine: Any, order: JoinOrder) -> AgentSettings:
     If updates change the model and not an adapter, leave `checkpoint` empty: each rank sets its own host's folder.
 
     Raises:
-        ConfigError: the server has several adapters, or it has an adapter and several replicas of a model with experts.
-            Or the order names another model, or this host does not have the model.
+        ConfigError: the server has several adapters, the server has an adapter and several replicas of a model with
+            experts, the order names another model, or this host does not have the model.
         UnsupportedLayout: updates cannot change the whole adapter.
     """
     # Import here, because the module `checkpoint` imports torch.
@@ -192,7 +192,7 @@ async def join_ranks(
     Raises:
         ConfigError: updates would not reach a tensor that vLLM's loader reads, or this process cannot call all ranks
             of the server.
-        ProtocolError: the engine is held until a version of another controller.
+        ProtocolError: the engine is held until another controller sends a version.
         PeerUnreachable: a rank failed; the message has the rank's reason.
         PeerTimeout: a rank did not answer within `settings.join_deadline_s`.
     """

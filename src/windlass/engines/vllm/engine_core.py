@@ -573,7 +573,7 @@ def _with_version_records(scheduler: Any) -> Any:
             return step
 
         def update_from_output(self, scheduler_output: Any, model_runner_output: Any) -> Any:
-            """Record the step's version for the new tokens of each request, and add all versions to a request's last output."""
+            """Record the step's version for each request's new tokens. Add the versions of all tokens to the last output."""
             version: int | None = vars(scheduler_output)[_NOTED]
             # Look up the requests first: the base class removes a request that has its last token.
             kept = {name: self.requests.get(name) for name in scheduler_output.num_scheduled_tokens}

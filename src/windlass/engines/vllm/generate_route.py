@@ -188,7 +188,7 @@ class CompletionsRoute(GenerateRoute):
         found = msgspec.json.decode(body, type=_Answer)
         choice, noted = found.choices[0], found.kv_transfer_params
         versions = noted.weight_versions if noted is not None else None
-        # The rollout worker cannot use tokens without versions. It sends an aborted request again.
+        # The rollout worker cannot use tokens without versions. So return no tokens; the worker sends the request again.
         if choice.finish_reason == ABORT and versions is None:
             return _outer(choice, [], None, num_top)
         return _outer(choice, choice.token_ids or [], versions, num_top)
@@ -213,7 +213,7 @@ class _Events:
         self._num_top, self._num_tokens, self._rest = num_top, 0, b""
 
     def of(self, body: bytes) -> Iterator[bytes]:
-        """Yield the events that `body`, the next part of vLLM's response, completes."""
+        """Yield the events that are complete after `body`, the next part of vLLM's response."""
         *lines, self._rest = (self._rest + body).split(b"\n")
         for line in lines:
             if line.startswith(b"data: "):

@@ -306,7 +306,7 @@ def draft_follows(config: Any) -> bool:
 
 
 def follow_quantised(args: Any) -> None:
-    """Make vLLM keep the scales of a checkpoint in block float8 unchanged. `args` are vLLM's `EngineArgs`.
+    """Make vLLM use the scales of a block-float8 checkpoint unchanged. `args` are vLLM's `EngineArgs`.
 
     For such a checkpoint, set VLLM_USE_DEEP_GEMM to 0 in this process's environment, unless the user has set it.
 

@@ -115,8 +115,8 @@ class WindlassTransferEngine(WeightTransferEngine):  # type: ignore[misc]
     def shutdown(self) -> None:
         """Leave the trainer's fleet. The server keeps its current weights.
 
-        If the server cannot leave (see `EngineRank.leave`), log a warning and stay in the fleet. For example, the
-        trainer's controller is still connected after `LEAVE_S`.
+        If the server cannot leave (see `EngineRank.leave`), log a warning and stay in the fleet. This happens, for
+        example, if the trainer's controller is still connected after `LEAVE_S`.
         """
         try:
             self.rank.leave(LEAVE_S)

@@ -89,14 +89,14 @@ class VllmApi:
         If vLLM sleeps, its scheduler is paused already, so send nothing. The scheduler stays paused until `resume`.
 
         Returns:
-            True if the scheduler is paused until `resume`; False if the engine stops only while its main loops are
-            blocked.
+            True if the scheduler is paused until `resume`. False if the scheduler is not paused, so that the engine stops
+            only while its main loops are blocked.
 
         Raises:
             ConfigError: vLLM has no such mode.
         """
-        # If the trainer pauses the server in this mode, its `/update_weights` also wakes a sleeping server. So the agent
-        # treats the server as at rest only if the agent itself pauses it.
+        # If the trainer pauses the server, the trainer's `/update_weights` also wakes a sleeping server. So this agent
+        # treats the server as at rest only if this agent pauses the server in this mode.
         self._rests = self._sleep.is_at_rest and self._pauses_itself(mode)
         if self._rests:
             return True
@@ -122,7 +122,7 @@ class VllmApi:
         """Make all ranks sleep at level 2; see `Sleeper.sleep`.
 
         Raises:
-            ConfigError: vLLM cannot sleep in this mode, or only the trainer can call the server's routes.
+            ConfigError: vLLM cannot sleep in this mode, or this agent cannot call the server's routes.
         """
         if mode not in _SLEEPS:
             raise ConfigError(f"vLLM: sleep: mode must be one of {list(_SLEEPS)}, got {mode}")
@@ -155,8 +155,7 @@ class VllmApi:
         """Set the version of later tokens; see `EngineApi.set_version`.
 
         Do nothing if the main loop is blocked, because `windlass_quiesce` then returns the version to the EngineCore.
-        If only the trainer can call the server's routes, do nothing either, except for a server that slept before the
-        pause.
+        If this agent cannot call the server's routes, do nothing either, unless the server slept before the pause.
         """
         if self._is_blocking or (self._server is None and not self._rests):
             return
@@ -170,7 +169,7 @@ class VllmApi:
 
         Raises:
             PeerTimeout, PeerUnreachable: the method did not end in time, or a worker failed.
-            ConfigError: there are several workers, but the trainer, not this agent, calls the server's routes.
+            ConfigError: there are several workers, and this agent cannot call the server's routes.
         """
         if self._core is not None:
             self._core.call(method, args, deadline_s)
