@@ -593,8 +593,8 @@ class StreamEnd:
         try:
             return await self.sender.send(weights) if self.sender.was_opened else None
         finally:
-            # All trainer ranks gather each tensor together. After an error on this rank, the other ranks still gather
-            # the remaining tensors, and would wait for this rank.
+            # All trainer ranks gather each tensor together. If this rank has an error, the other ranks gather the
+            # remaining tensors nevertheless. They would wait for this rank, so take part in these gathers.
             async for _ in weights:
                 pass
 

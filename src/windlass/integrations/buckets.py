@@ -186,8 +186,8 @@ class BucketReader:
     def tensors(self, table: BucketTable) -> Iterator[tuple[str, torch.Tensor]]:
         """Yield (name, tensor) of every tensor that ends in this bucket.
 
-        Memory: a tensor that is whole in the bucket is a view of the bucket, valid until the bucket is filled again. The
-        parts of any other tensor are joined in new memory.
+        Memory: if this bucket has all bytes of a tensor, the tensor is a view of the bucket, valid until the bucket is
+        filled again. The parts of any other tensor are joined in new memory.
 
         Raises:
             ProtocolError: a part of a tensor is missing, or parts are in the wrong order.
@@ -244,7 +244,7 @@ def _check(entry: BucketEntry, limit: int) -> None:
 
 
 def least_capacity(parts: Sequence[tuple[int, int]], limit_nbytes: int) -> int:
-    """Return the smallest bucket size, in bytes, with which the parts need no more buckets than with `limit_nbytes`.
+    """Return the smallest bucket size, in bytes, that needs as few buckets for the parts as the size `limit_nbytes`.
 
     Args:
         parts: see `BucketFiller.parts`.

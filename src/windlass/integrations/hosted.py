@@ -194,8 +194,8 @@ class TrainerRanks:
     def of_process(cls) -> Self:
         """Return the `TrainerRanks` of this process, with the store of `torch.distributed` if that is initialised.
 
-        Every rank must call this the same number of times: the n-th results of all ranks exchange messages with each
-        other. Ranks do not wait for each other in this call.
+        Every rank must call this the same number of times: the result of a rank's n-th call exchanges messages with the
+        results of the other ranks' n-th calls. Ranks do not wait for each other in this call.
         """
         import torch.distributed as dist
 
@@ -286,13 +286,14 @@ class TrainerRanks:
             else:
                 connect(msgspec.json.decode(self.hear(address, deadline_s), type=HostAddress))
                 self.tell(connected[self.rank])
-                # Rank 0 waits for servers until its deadline, and then sends the names of the missing servers.
+                # Rank 0 waits for servers until its deadline, and only then sends the names of the missing servers. So
+                # wait `TELLS_S` longer than rank 0.
                 self.hear(joined, deadline_s + TELLS_S)
         except Exception as error:
             reason = f"rank {self.rank} of the trainer: {type(error).__name__}: {error}"
             for waited in (connected[self.rank],) if self.rank else (address, joined):
                 try:
-                    # Other ranks wait for this message. It ends their wait at once.
+                    # Other ranks wait for this message. Send the reason in it, so that their wait ends at once.
                     self.tell(waited, reason=reason)
                 except PeerUnreachable as unheard:
                     _log.warning("%s", unheard)

@@ -72,8 +72,8 @@ class WindlassCheckpointEngine(CheckpointEngine):  # type: ignore[misc]  # NeMo-
     def prepare(self) -> dict[str, Any]:
         """Return this rank's name as a receiver, its host, and the port of its store.
 
-        Every rank 0 of `torch.distributed` creates a store, and other ranks return port 0. All vLLM ranks use the store of
-        the policy's rank 0.
+        In each process group of `torch.distributed`, rank 0 creates a store, and the other ranks return port 0. All vLLM
+        ranks use the store of the policy's rank 0.
         """
         host = ray.util.get_node_ip_address().strip("[]")
         if self._store is None and dist.get_rank() == 0:

@@ -192,7 +192,7 @@ class WeightUpdater:
         )
 
     def disconnect_rollout_engines(self) -> None:
-        """Leave the fleet until `connect_rollout_engines` is called, because slime will free this rank's memory. Idempotent."""
+        """Leave the fleet, because slime will free this rank's memory. `connect_rollout_engines` joins it again. Idempotent."""
         if self._trainer is not None:
             self._trainer.close()
             self._trainer = None

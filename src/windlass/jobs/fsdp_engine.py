@@ -87,9 +87,9 @@ def micro_batches(
     Args:
         groups: groups of this rank.
         num_groups: largest number of groups in a micro-batch; 0 for one micro-batch of all groups.
-        loss_mean: unit over which the loss is a mean. A micro-batch's weight is its number of units, divided by the
-            mean number per rank.
-        device: device of tensors that the process group can gather.
+        loss_mean: whether the loss is a mean over samples or over trained tokens. A micro-batch's weight is its number
+            of samples (or tokens), divided by the mean number per rank.
+        device: device on which the process group can gather tensors.
         cut: function that cuts groups into micro-batches, in place of `num_groups`.
 
     Returns:
@@ -356,7 +356,7 @@ class FsdpEngine(TrainEngine):
             groups = self._prepare(groups)
         if step or self._sampling is None:
             return self._train_step(groups)
-        # Compare in the first step only: its samples come from engines with the weights that this rank still has.
+        # Compare in the first step only: the engines generated its samples with the weights that this rank has now.
         check = LogprobCheck([s for group in groups for s in group], self._sampling)
         with check.watching(self.model):
             metrics = self._train_step(groups)

@@ -619,7 +619,7 @@ class Job:
     async def _guard(self, parts: Sequence[ProcessSpec], role: Access, max_restarts: int) -> None:
         """Start an engine or worker, and start it again when it ends or hangs, each time after a longer pause.
 
-        An engine that shares GPUs with trainer ranks starts only while the ranks are started.
+        An engine that shares GPUs with trainer ranks starts only after the ranks' processes have started.
 
         Args:
             parts: processes to start. A worker has one process. An engine has one process per node; if one of them
@@ -644,8 +644,8 @@ class Job:
             finally:
                 for wait in waits:
                     wait.cancel()
-            # `waits` begins with the ends of the processes. Prefer them to `_hung`: if a process ended in the queue,
-            # `_hung` has raised an error.
+            # The last item of `waits` is `_hung`, so the end of a process comes first. This matters if a process ended in
+            # the queue: `_hung` then raises an error, and `_ended` returns the reason.
             process, reason = next(wait for wait in waits if wait in done).result()
             if self._num_trained > num_trained:
                 restarts, num_trained = 0, self._num_trained
@@ -686,7 +686,7 @@ class Job:
     async def _work(self) -> None:
         """Start all processes, publish the first version, and train until the steps are done or the tasks end.
 
-        After a failure of the ranks, start them again. At the end, stop scoring and submitting tasks.
+        If the ranks fail, start them again. At the end, stop submitting tasks and scoring groups.
 
         Raises:
             WindlassError: see `run_job`.
@@ -888,8 +888,8 @@ class Job:
         # next checkpoint.
         state, tasks, trained = self._recipe_state, self._open_tasks(), self._trained
         journal, num_groups = self._journal_position()
-        # The journal also counts the tasks that the job still has to skip. The recipe's state is from before these tasks,
-        # so do not count them.
+        # `num_groups` includes groups of an earlier process whose tasks this job will skip when the recipe yields them
+        # again. The recipe's state is from before these tasks, so subtract their number.
         num_groups -= self._num_skipped
         self._trained = []
         with self._waiting_for(lambda: f"the trainer ranks: checkpoint {self._steps}"):
@@ -949,8 +949,8 @@ class Job:
     async def _step(self, batch: list[list[TrainingSample]], begun_at: float) -> None:
         """Train one step on the samples of each group, and publish the new weights.
 
-        Also run the recipe's hooks and record metrics. If the job's settings ask for it, write the audit record, update the
-        journal of rollouts, save a checkpoint, and evaluate the new version. Afterwards the groups are no longer open.
+        Also run the recipe's hooks, record metrics, and remove the groups from the open groups. If the job's settings ask
+        for it, write the audit record, update the journal of rollouts, save a checkpoint, and evaluate the new version.
 
         Args:
             batch: samples of each group.
@@ -1051,7 +1051,7 @@ class Job:
         self._logs.add("evaluation", self._steps, found)
 
     def _take_over_journal(self) -> None:
-        """Continue the groups that an earlier process has left in the journal of rollouts.
+        """Continue the unfinished groups of an earlier process, which are in the journal of rollouts.
 
         - Remove groups that ranks have trained on before the checkpoint.
         - Count the tasks to skip: the earlier process submitted them after it had saved the checkpoint.
@@ -1184,7 +1184,7 @@ class Job:
 
     @contextmanager
     def _waiting_for(self, describe: Callable[[], str]) -> Iterator[None]:
-        """While the block runs, report every `SAID_EVERY_S` seconds what the job waits for, as `describe` returns it."""
+        """While the block runs, report every `SAID_EVERY_S` seconds what the job waits for. `describe` returns this as text."""
         began_s = asyncio.get_running_loop().time()
 
         async def say() -> None:
@@ -1472,10 +1472,10 @@ def _ranks(config: LaunchConfig) -> list[ProcessSpec]:
 
 
 def room_deadline_s(config: LaunchConfig) -> float:
-    """Return the seconds that the job waits until the staleness bound admits another task.
+    """Return the longest time in seconds that the job waits for the staleness bound to admit another task.
 
-    At the staleness bound, the job waits until the next version is published. The result is the sum of the deadlines of
-    everything that may happen before that: a batch and its scores, fetching large tensors, a step, a checkpoint, an
+    At the staleness bound, the job waits for the next version. The result is the sum of the deadlines of everything that
+    may happen before a version is published: a batch and its scores, fetching large tensors, a step, a checkpoint, an
     update, and restarts of ranks.
     """
     rollout, trainer = config.rollout, config.trainer

@@ -133,7 +133,7 @@ class Recipe(ABC):
     def evaluation_tasks(self) -> Iterable[Task]:
         """Return the tasks of each evaluation, if the job has `evaluation.every`. Runs in a thread.
 
-        A workflow of a task must be in `workflows`, because the controller's event loop runs it.
+        If a task names a workflow, `workflows` must return it: the controller runs the workflows of evaluations itself.
         """
         return ()
 

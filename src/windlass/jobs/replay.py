@@ -89,7 +89,7 @@ async def replay(
 
     If sampling is greedy, or the sample has one answer and a seed, the engine generates whole answers again. Their
     tokens must equal the sample's. For any other sample, the engine returns its most probable token at each position.
-    If the sample has this token, compare the log-probabilities.
+    At positions where this is the sample's token, compare the log-probabilities.
 
     Args:
         http: session with the engine's token.
@@ -117,7 +117,7 @@ async def replay(
             )
     if not spans:
         raise ConfigError("replay: the sample must have a token that an engine generated, got none")
-    # Engines round differently in larger batches, so greedy answers are generated one after another.
+    # Engines round differently in larger batches. So send one request at a time if the tokens must be equal.
     slots = asyncio.Semaphore(1 if is_exact else MAX_REQUESTS)
 
     async def ask(first: int, last: int) -> Partial:

@@ -87,7 +87,7 @@ class Scoring:
             scoring.cancel()
 
     def describe(self) -> str:
-        """Return a text with the number of groups that a step needs, the number that are scored, and the rollouts."""
+        """Return a text: how many groups a step needs, how many are scored and being scored, and the counts of rollouts."""
         num_scored = sum(scoring.done() for scoring in self._scores.values())
         said = (
             f"{self._config.groups_per_step} groups; {num_scored} are scored, "
@@ -108,7 +108,7 @@ class Scoring:
             PeerTimeout: there were not enough groups, or a group was not scored, within `batch_deadline_s`.
             RolloutError: too many rollouts failed in a row (see `MIN_ALIKE`), or the reward failed for a larger share of
                 rollouts than `max_failed_rewards`.
-            TrainerError: the ranks could not fetch the tensors of the groups. The groups stay in `rollouts`.
+            TrainerError: the ranks could not fetch the tensors of the groups. The rollout controller keeps the groups.
             WindlassError: the recipe raised an exception, in its tasks or while it scored a group.
         """
         num_groups, left_s = self._config.groups_per_step, self._config.batch_deadline_s

@@ -92,9 +92,9 @@ class StockTrainer(WrappedEngine[FsdpEngine]):
         super().__init__(engine)
 
     def setup(self, context: TrainContext) -> tuple[int, int]:
-        """Set up the engine, take the loss's temperature and constant from the sampling, and load the reference model.
+        """Set up the engine, and load a reference model if `kl_coefficient` is not 0.
 
-        Load a reference model only if `kl_coefficient` is not 0.
+        Also take the temperature, and the loss's `constant` if the settings have none, from the job's sampling parameters.
 
         Returns:
             See `FsdpEngine.setup`.

@@ -232,7 +232,8 @@ class TrainController:
         Raises:
             ConfigError: the server already has a train controller of this name.
         """
-        # The regular expression keeps the routes of several train controllers apart. Access rules ignore it.
+        # The regular expression makes this route match only this controller's name. The access rule of the route
+        # `/v1/train_workers/{name}` applies to every name.
         route = f"/v1/train_workers/{{name:{re.escape(self._name)}}}"
         server.add_routes([web.get(route, self._serve)])
 
@@ -527,8 +528,9 @@ class TrainController:
     async def _end_ranks(self, grace_s: float) -> None:
         """End the processes of all started ranks at the same time, and close their connections.
 
-        Each process has `grace_s` before SIGKILL. Clear `ranks_started`: until the next `start`, the job then starts no
-        engine that shares GPUs with ranks. If ending a rank fails, end all other ranks, then raise the first error.
+        Each process has `grace_s` before SIGKILL. If ending a rank fails, end all other ranks, then raise the first error.
+
+        Clear `ranks_started`, so that the job starts no engine that shares GPUs with ranks before the next `start`.
         """
         self.ranks_started.clear()
 

@@ -41,17 +41,17 @@ def colocate(
     that generate with `VLLMGeneration`: `GRPOTrainer`, `RLOOTrainer` and others. Trainers with `vllm_mode="server"` do
     not change.
 
-    Each sync is collective over the trainer ranks, as TRL's own sync is: the ranks copy their shards into vLLM's
-    weights, vLLM verifies digests, and its prefix cache is reset.
+    Each sync is collective over the trainer ranks, as TRL's own sync is. In a sync, the ranks copy their shards into
+    vLLM's weights, vLLM verifies digests, and Windlass resets vLLM's prefix cache.
 
     Args:
         stacked: see `connect_trainer`.
         allow_unused: see `connect_trainer`.
         deadline_s: deadline in seconds for all ranks to connect, and then for each sync.
 
-    The trainer's constructor raises the errors of `ColocatedEngine`. Its first sync raises ConfigError for FSDP1 and for
-    ZeRO-3, and the errors of `ColocatedSync`. Each sync raises the errors of `ColocatedSync.send_weights`. A further call
-    changes the arguments for trainers that are created later.
+    The trainer's constructor raises the errors of `ColocatedEngine`. The trainer's first sync raises the errors of
+    `ColocatedSync`, and ConfigError for FSDP1 and ZeRO-3. Each sync raises the errors of `ColocatedSync.send_weights`. A
+    further call of `colocate` changes the arguments for trainers that are created later.
     """
     _patch()
     _Given.settings = {

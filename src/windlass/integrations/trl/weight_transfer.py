@@ -225,9 +225,9 @@ class _FleetLoop(_AsyncRolloutLoop):  # type: ignore[misc]  # TRL is not typed h
         """Ignore the value, which TRL's constructor assigns."""
 
     async def _post(self, *request: Any, **settings: Any) -> Any:
-        """Send a request to the server with the fewest open requests, by TRL's own method.
+        """Choose the server with the fewest open requests, and send it a request with TRL's own `_post`.
 
-        Choose a server that failed in the last `FAILED_FOR_S` seconds only if all servers failed in this time.
+        Prefer servers that have not failed in the last `FAILED_FOR_S` seconds.
         """
 
         def load(url: str) -> tuple[bool, int]:

@@ -119,7 +119,7 @@ def _described(name: str, shard: torch.Tensor, spec: ShardSpec) -> torch.Tensor:
     """Return a view of the flat tensor `shard` in its original shape, as a `DTensor` if the parameter has a mesh.
 
     Raises:
-        UnsupportedLayout: `spec` is not a placement of torch.
+        UnsupportedLayout: `spec` contains more than placements of torch: the parameter needs a conversion.
     """
     if any(extra is not None for extra in (spec.place, spec.to_hf_chunk, spec.hf_slots)):
         raise UnsupportedLayout(

@@ -308,8 +308,8 @@ class _Fleet:
     def _hold(self, name: str, version: int, pause: str | None, over: threading.Event) -> None:
         """Call `/update_weights`, which blocks the server's main loop until the round is over.
 
-        If `pause` is given, call `/pause` with this mode before, and `/resume` afterwards. If the server refuses to
-        pause, do not update it.
+        If `pause` is given, first call `/pause` with this mode, and at the end call `/resume`. If the server refuses to
+        pause, do not call `/update_weights`.
         """
         if over.is_set():
             return

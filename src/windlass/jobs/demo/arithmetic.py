@@ -25,8 +25,8 @@ def load_tokenizer(checkpoint: Path) -> Any:
     """Load the tokenizer of a checkpoint.
 
     Raises:
-        ConfigError: transformers cannot load the tokenizer, or a sample text is not the same after encoding and
-            decoding. The text differs if the folder has no tokenizer files: transformers then makes an empty tokenizer.
+        ConfigError: transformers cannot load the tokenizer, or a sample text is lost when the tokenizer encodes and
+            decodes it. This happens if the folder has no tokenizer files: transformers then makes an empty tokenizer.
     """
     try:
         tokenizer = transformers.AutoTokenizer.from_pretrained(

@@ -215,7 +215,7 @@ def _explain(
     *,
     context_is_kept: bool,
 ) -> dict[str, tuple[float, ...]]:
-    """Return the log-probabilities of a sample by several computations, for `WorstAnswer.expected`.
+    """Compute the log-probabilities of a sample in several ways, and return them by the name of the way.
 
     Args:
         expect: function that returns the log-probabilities (1, T). Its arguments are one version per token, and `kept`

@@ -74,8 +74,8 @@ def build_chunk(
         config: transformers configuration of the model.
         settings: result of `megatron_config`.
         first: whether the chunk has the embedding.
-        last: whether the chunk has the output layer. Such a chunk returns the logits of the whole vocabulary, and of
-            Megatron's padding, on every tensor-parallel rank.
+        last: whether the chunk has the output layer. If so, every tensor-parallel rank returns the logits of the whole
+            vocabulary, including Megatron's padding.
         stage: virtual pipeline stage.
     """
     size = settings.tensor_model_parallel_size
@@ -106,7 +106,7 @@ def logits_of(model: torch.nn.Module, config: Any, tokens: torch.Tensor) -> torc
 
 
 def parts(model: torch.nn.Module, config: Any) -> Iterator[tuple[str, Box, torch.Tensor]]:
-    """Yield, for each part of the model on this rank, the checkpoint tensor's name, the box in it, and a view of the memory."""
+    """Yield each part of the model on this rank: name of its checkpoint tensor, box in this tensor, and view of the memory."""
     manifest = describe_megatron_trainer(
         model, family=config.model_type, vocab_size=config.vocab_size
     ).manifest
@@ -175,7 +175,8 @@ def saving_engine(
     start: Any = build_model(source)
     config, weights = start.config, {n: p.detach() for n, p in start.named_parameters()}
     shapes = {name: weight.shape for name, weight in weights.items()}
-    # A tensor-parallel rank must have whole key-value heads. The rest of the world size is data parallelism.
+    # Every tensor-parallel rank must have whole key-value heads, so the tensor-parallel size must divide their number.
+    # The other factor of the world size is the data-parallel size.
     tensor_parallel = math.gcd(int(environment_value("WORLD_SIZE")), config.num_key_value_heads)
 
     def chunk(

@@ -55,7 +55,7 @@ class OwnSender:
 
     def shapes(self, _: None) -> list[tuple[str, list[int]]]:
         """Return the names and shapes of all weights, in the order of `own_send`. The first call is collective."""
-        # Gather only once: the shapes do not change, and the job measures later calls as part of the update's time.
+        # Gather only once: the shapes do not change, and every later call runs while the job measures an update.
         if not self._shapes:
             self._shapes = [(name, list(tensor.shape)) for name, tensor in self.weights().items()]
         return self._shapes

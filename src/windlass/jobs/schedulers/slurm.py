@@ -266,9 +266,9 @@ class SlurmBackend(ClusterBackend):
         raise ConfigError(f"slurm: {spec.name}: sbatch refused: {'; '.join(said)}")
 
     async def _admit(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        """Read the lease from a new connection, and record the connection in the lease's job, which therefore runs.
+        """Read the lease from a new connection, and record the connection in the job that has this lease.
 
-        Close the connection if it does not send the lease of a waiting job.
+        The connection shows that the job runs. Close a connection that does not send the lease of a waiting job.
         """
         self._unproven[writer] = None
         if len(self._unproven) > MAX_UNPROVEN:
