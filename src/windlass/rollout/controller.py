@@ -277,7 +277,7 @@ class RolloutController:
     ) -> GroupHandle:
         """Submit a group of `n` rollouts that run a workflow with the same arguments; see `submit_workflow`.
 
-        For arguments and delivery see `submit_group`.
+        `submit_group` describes the other parameters, and when the group is delivered.
 
         Raises:
             ConfigError: as in `submit_workflow` and `submit_group`.
@@ -342,12 +342,12 @@ class RolloutController:
         counts as a rejection of each answer. A rollout fails after `RolloutConfig.max_rejections` rejections.
 
         Args:
-            reasons: task id of a finished rollout (see `peek`) -> reason, for logs and errors. For example, why the answer
-                could not be scored.
+            reasons: task id of a finished rollout (see `peek`) -> reason for logs and errors, for example why the
+                answer could not be scored.
 
         Raises:
-            RolloutError: a rollout is not finished, or was delivered, or the journal cannot be written. No answer is
-                discarded.
+            RolloutError: a rollout is not finished, or was delivered, or the journal cannot be written. In these cases
+                no answer is discarded.
         """
         self._journal.check()
         self._life.replace(reasons)
@@ -611,15 +611,15 @@ class RolloutController:
         The controller itself calls this with the newest version that a routable engine serves.
         """
         if version > self._policy.version:
-            # Engines discard the cached prefixes of the earlier weights.
+            # An engine with new weights discards its cached prefixes. So forget which engine has cached which prefix.
             self._choice.forget()
         self._life.set_version(version)
 
     def count_from(self, version: int) -> None:
         """Count training steps from `version`, which the trainer publishes without a training step.
 
-        Call this before the trainer publishes such a version, for example the weights of a checkpoint. Otherwise the
-        controller would count the version as a training step, and admit rollouts of later steps too early.
+        Call this before the trainer publishes such a version, for example for the weights of a checkpoint. Otherwise
+        the controller would count the version as a training step, and admit rollouts of later steps too early.
         """
         self._policy.count_from(version)
 
@@ -771,7 +771,7 @@ class RolloutController:
         return parked or slots > MAX_ASSIGNMENTS_PER_DISPATCH
 
     def _usable_engines(self) -> list[EngineTarget]:
-        """Return the routable engines that are at most `max_staleness` versions behind the newest engine."""
+        """Return the routable engines, except engines more than `max_staleness` versions behind the newest engine."""
         routable = self._engines.routable()
         newest = max((version for _, _, version in routable), default=-1)
         return [

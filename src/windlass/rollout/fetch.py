@@ -172,7 +172,7 @@ async def write_tensors(
 
 
 async def _written(write: WriteWith, held: HeldTensor, command: WriteTensors) -> TensorsWritten:
-    """Let the holder of `held` write. If the holder's process has ended, return all keys as missing.
+    """Let the holder of `held` carry out `command`. If the holder's process has ended, return all keys as missing.
 
     If the holder does not answer in time, return an error text.
     """

@@ -153,7 +153,7 @@ async def generate(
         async with asyncio.timeout(task.deadline_s):
             return await progress.run(session)
     except TimeoutError as error:
-        # A socket may raise TimeoutError too (ETIMEDOUT). The text is right in both cases: no answer arrived.
+        # A socket may also raise TimeoutError (ETIMEDOUT). The same text is right, because no answer arrived then, too.
         reason = f"no answer within {task.deadline_s:.3f} s"
         raise progress.failure(reason) from error
     except (aiohttp.ClientError, OSError, PeerUnreachable, *DECODE_ERRORS) as error:
@@ -231,7 +231,7 @@ class AttemptProgress:
         return answer
 
     async def _streamed(self, content: aiohttp.StreamReader) -> GenerateAnswer:
-        """Read an answer as server-sent events, pass its tokens on, and return the whole answer.
+        """Read an answer as server-sent events, pass its tokens to the watching caller, and return the whole answer.
 
         Raises:
             AttemptError: the engine reports an error, or ends the stream before the answer.
@@ -345,7 +345,7 @@ class AttemptProgress:
         """Return the tokens of an answer, each with its log-probability and its weight version.
 
         Raises:
-            AttemptError: these three lists do not match.
+            AttemptError: the engine's lists of tokens, log-probabilities and versions do not match.
         """
         meta, ids = answer.meta_info, tuple(answer.output_ids)
         logprobs = tuple(entry.logprob for entry in meta.output_token_logprobs)
@@ -402,9 +402,10 @@ async def _events(content: aiohttp.StreamReader) -> AsyncIterator[bytes]:
 def _num_kept(num_tokens: int, sampling: SamplingParams) -> int:
     """Return the number of tokens to keep of an unfinished answer. The next request continues after these tokens.
 
-    An engine applies a structure (such as a JSON schema) and some penalties to the output of one request. If sampling has
-    such settings, no token is kept. An engine does not find a stop text that begins in one request and ends in the
-    next. A stop text may begin in the last tokens of the answer, so the next request generates these tokens again.
+    An engine applies a structure (such as a JSON schema) and some penalties only to the output of the current request.
+    With such settings, the next request must generate the whole answer, so no token is kept. An engine does not find a
+    stop text that begins in one request and ends in the next. A stop text may begin in the last tokens of the answer,
+    so the next request generates these tokens again.
     """
     if sampling.needs_whole_answer:
         return 0

@@ -168,7 +168,7 @@ class TensorStore(Closing):
     async def hold(
         self, tensors: Mapping[str, SampleTensor], inline_nbytes: int
     ) -> dict[str, SampleTensor]:
-        """Hold the tensors that have more than `inline_nbytes` bytes. Return all tensors; held tensors have no elements."""
+        """Hold tensors of more than `inline_nbytes` bytes. Return all tensors, but held tensors without their elements."""
         large = [name for name, tensor in tensors.items() if is_large(tensor, inline_nbytes)]
         if not large:
             return dict(tensors)
@@ -257,7 +257,7 @@ def _write(
     to: Destination,
     deadline_s: float,
 ) -> None:
-    """Write (elements, offset) pairs into a destination.
+    """Write the elements of tensors into a destination. `tensors` has (elements, offset in the destination) pairs.
 
     Raises:
         ConfigError: the two processes have no transport in common.
@@ -285,7 +285,8 @@ def _write(
         transport.write(batch, deadline_s=deadline_s)
     finally:
         for region, source in zip(regions, sources, strict=True):
-            # `source` refers to the elements. The transport keeps it until no call uses the elements.
+            # The callback refers to `source`, and so keeps the elements in memory. The transport drops the callback
+            # when no call uses the elements any more.
             transport.unregister(region, partial(_drop, source))
 
 
@@ -317,7 +318,7 @@ class References:
             weakref.finalize(held, _call_in, loop, self._gone, known).atexit = False
 
     def _gone(self, held: HeldTensor) -> None:
-        """Record that one object of a tensor has been freed. After the last object, call `release`."""
+        """Record that one `HeldTensor` of a tensor was freed. If it was the last one, release the tensor."""
         self._counts[held.key] -= 1
         if self._counts[held.key] <= 0:
             del self._counts[held.key]

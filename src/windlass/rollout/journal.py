@@ -356,7 +356,7 @@ class RolloutJournal:
     def delivered(self, task_ids: Sequence[str]) -> None:
         """Record that the controller delivered these rollouts together: a whole group, or a single rollout.
 
-        With `keep_delivered`, `acknowledged` or `declined` later writes the entry.
+        With `keep_delivered`, write no entry: `acknowledged` or `declined` writes it later.
         """
         if not self.on:
             return
@@ -486,7 +486,7 @@ class RolloutJournal:
         self._note_fault(was_broken, fault)
 
     async def close(self) -> None:
-        """Write added entries, sync the file to disk and close it. Idempotent.
+        """Write the entries that are not written yet, sync the file to disk and close it. Idempotent.
 
         Raises:
             OSError: the file cannot be written or synced.

@@ -169,7 +169,7 @@ class Lifecycle:
         return self._single_handle(self._submit(work, _SINGLE, -1, metadata))
 
     def submit_group(self, work: Work, size: GroupSize, *, metadata: object = None) -> GroupHandle:
-        """Submit a group with a prompt or arguments that the caller has checked; see `RolloutController.submit_group`."""
+        """Submit a group; see `RolloutController.submit_group`. The caller must check `work` first."""
         group = self._submit(work, size, self._next_group, metadata)
         self._next_group += 1
         self.num_groups += 1
@@ -311,7 +311,7 @@ class Lifecycle:
         return self._policy.version
 
     def _start_timers(self, record: Record) -> float:
-        """Start the deadline of an attempt, and at the first attempt the rollout's own deadline.
+        """Start the deadline of an attempt. Before the first attempt, also start the rollout's overall deadline.
 
         Return the seconds until the earlier deadline.
         """
@@ -424,7 +424,7 @@ class Lifecycle:
             record.partial = partial
         if self._failed_too_often(record):
             return
-        # No attempt runs during the backoff, so no tokens become old.
+        # This is the lowest version of a running attempt, and no attempt runs during the backoff.
         record.oldest_version = None
         self.journal.attempted(record)
         self.table.move(record, State.BACKOFF)
@@ -569,7 +569,7 @@ class Lifecycle:
             f"(on_stale={policy.on_stale}, max_resubmits={policy.max_resubmits})"
         )
         logger.info("%s", error)
-        # The caller may use the samples of a complete group, so a complete group loses none.
+        # The caller may have read the samples of a ready group (see `peek`), so a ready group must not lose one.
         if group.can_lose_one() and group.group_id not in self.table.ready:
             self.table.counts.dropped += 1
             self._lose(record)

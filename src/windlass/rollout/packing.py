@@ -110,7 +110,8 @@ def divide(
 ) -> list[list[int]]:
     """Divide samples into micro-batches of at most `max_tokens` tokens. Return the sample indices of each micro-batch.
 
-    A longer sample is a micro-batch of its own. The number of micro-batches is a multiple of `num_ranks`.
+    A sample of more than `max_tokens` tokens is a micro-batch of its own. The number of micro-batches is a multiple of
+    `num_ranks`, so some may be empty.
 
     Args:
         lengths: number of tokens of each sample.
@@ -189,7 +190,7 @@ def _pack(
     shortest: int,
     kinds: Mapping[str, tuple[Array, SampleTensor]],
 ) -> Pack:
-    """Concatenate the samples with these indices. Without indices, use the sample `shortest` as a filler."""
+    """Concatenate the samples with these indices. Without indices, use sample number `shortest` as a filler."""
     chosen = [samples[index] for index in indices] or [samples[shortest]]
     lengths = [len(s.prompt_ids) + len(s.output_ids) for s in chosen]
 

@@ -193,7 +193,7 @@ class LocalWorker(Worker):
             self._kept.clear()
 
     def _ended(self, outcome: RolloutOutcome) -> None:
-        """Remove an attempt from the ending attempts, keep its outcome, and pass all kept outcomes on."""
+        """Remove an attempt from the ending attempts, keep its outcome, and call `deliver`."""
         self.note_ended(outcome)
         self._kept.append(outcome)
         self.deliver()
@@ -617,9 +617,10 @@ class WorkerPool:
     def register(self, hello: WorkerHello) -> RemoteWorker:
         """Admit a worker process, on its first connection or a later one, and return its `RemoteWorker`.
 
-        A new process takes over the name of the worker's earlier process: the pool removes the earlier process, reports its
-        attempts and its held tensors as lost, and refuses it later. If the process is known, stop the timer after which it
-        would count as lost. If attempts are assigned to the process but unknown to it, report these attempts as lost.
+        If a new process uses the name of an earlier process, the pool removes the earlier process, reports the attempts
+        and held tensors of the earlier process as lost, and refuses its later connections. If the same process connects
+        again, stop the timer after which it would count as lost. If attempts are assigned to the process but unknown to
+        it, report these attempts as lost.
 
         Raises:
             OwnerClosed: the controller is closed; a restarted controller may admit the worker.
@@ -669,8 +670,8 @@ class WorkerPool:
             command: the write.
 
         Returns:
-            Result from the worker. After a lost connection, the result is an error, and bytes may still arrive in the
-            memory of the trainer rank.
+            Result from the worker. If the connection is lost during the write, the result is an error, and bytes may
+            still arrive in the memory of the trainer rank.
 
         Raises:
             PeerUnreachable: the worker process that held the tensors has ended, and did not get this command.

@@ -100,7 +100,7 @@ class RewardServer:
             await self._http.close()
 
     async def score(self, rollouts: Sequence[Rollout]) -> tuple[float | RewardError, ...]:
-        """Return one reward per rollout, or the reason why a rollout has none.
+        """Return for each rollout its reward, or a `RewardError` that says why it has none.
 
         Raises:
             ConfigError: the metadata of a rollout is not msgpack-plain, or the object is not open.
@@ -156,7 +156,7 @@ class RewardServer:
         return [self._checked(*each) for each in zip(rollouts, rewards, strict=True)]
 
     def _checked(self, rollout: Rollout, reward: float | _Unscored) -> float | RewardError:
-        """Return the reward of one rollout in an answer, or the server's reason."""
+        """Return a rollout's reward, or a `RewardError` if the server sent an error or an invalid reward for it."""
         where = f"rollout {rollout.task_id}: {self._config.url}"
         if isinstance(reward, _Unscored):
             text = reward.error[:MAX_TEXT].replace("\n", " ")

@@ -364,7 +364,7 @@ class RewardPool:
         await asyncio.gather(*self._ends)
 
     async def score(self, rollouts: Sequence[Rollout]) -> tuple[float | RewardError, ...]:
-        """Return one reward per rollout, or the reason why a rollout has none.
+        """Return for each rollout its reward, or a `RewardError` that says why it has none.
 
         Raises:
             ConfigError: the metadata of a rollout is not msgpack-plain, or the pool is closed.

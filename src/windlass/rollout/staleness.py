@@ -136,8 +136,8 @@ class StalenessPolicy:
     def count_from(self, version: int) -> None:
         """Count batches from `version`, because the trainer publishes `version` without a training step.
 
-        At this version, the bound that depends on the version allows `max_staleness` + 1 batches in addition to the
-        consumed samples.
+        Until the version rises, the policy admits at most `max_staleness` + 1 batches beyond the samples consumed so
+        far.
         """
         self.start_version, self.start_consumed = version, self.consumed
 

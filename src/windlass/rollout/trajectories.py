@@ -113,7 +113,7 @@ class _Growing:
         self.add(first)
 
     def add(self, turn: Turn) -> None:
-        """Append the tokens that the turn's prompt adds, and the tokens that it generated; take over its finish reason."""
+        """Append the new tokens of a turn's prompt and its generated tokens. Store the turn's finish reason."""
         num_inserted = len(turn.prompt_ids) - len(self.complete)
         output = turn.output
         self._logprobs += [INSERTED_LOGPROB] * num_inserted + [*output.logprobs]

@@ -181,7 +181,7 @@ def encode_value(
 
 
 def plain_map(what: str, values: object) -> dict[str, object]:
-    """Return a mapping of texts to msgpack-plain values, in the form that a peer gets after decoding.
+    """Return a mapping with text keys and msgpack-plain values in the form that a peer gets after decoding.
 
     Raises:
         ConfigError: a key is not text, or a value is not msgpack-plain; the message begins with `what`.

@@ -205,9 +205,9 @@ class WorkflowContext:
         """Generate an answer to messages, and return the `Turn` with the answer's `text`.
 
         If the messages begin with the messages of an earlier call and its answer, the prompt begins with the tokens of
-        that call. These tokens are not made again from text, and both calls belong to one sample. Otherwise this call
-        begins a branch, unless it is the first call. It also begins a branch if the chat template now renders the earlier
-        answer differently. `chat_endpoint` has the same rule, see `Conversations`.
+        that call. The call reuses these tokens instead of tokenising their text again, and both calls belong to one
+        sample. Otherwise this call begins a branch, unless it is the first call. It also begins a branch if the chat
+        template now renders the earlier answer differently. `chat_endpoint` has the same rule, see `Conversations`.
 
         Args:
             messages: the whole conversation.

@@ -392,8 +392,8 @@ class ChatSession:
         ids, text = choice.turn.output.output_ids, choice.whole_text
         self._replace(choice.turn, msgspec.structs.replace(choice.turn, text=text))
         if isinstance(call.prompt, str):
-            # `text` includes the stop text, which the engine generated. A prompt continues the answer only if the agent
-            # includes the stop text too.
+            # `text` includes the stop text, because the engine generated it. A later prompt continues the answer only
+            # if the agent keeps the stop text in it.
             self._conversations.text_answered(call.prompt + text, prompt, ids)
         elif call.prompt is None:
             self._conversations.answered(prompt, call.template, choice.message, ids)
@@ -439,7 +439,7 @@ class ChatSession:
         return msgspec.structs.replace(sampling, max_new_tokens=most, min_new_tokens=least)
 
     def _failed(self, error: RolloutError) -> ApiError:
-        """End the attempt: cancel the block of `running`, which then raises `error`. Return another error for the agent."""
+        """End the attempt: `running` then raises `error` in the workflow. Return an HTTP error for the agent."""
         if self._failure is None:
             self._failure = error
             self.is_open = False
