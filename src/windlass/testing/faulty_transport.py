@@ -83,7 +83,7 @@ class FaultyTransport(WrappedTransport):
             return self._num_writes
 
     def write(self, batch: WriteBatch, *, deadline_s: float) -> None:
-        """Write like `inner`, but inject the fault that `faults` maps the number of this write to.
+        """Write like `inner`, but inject the fault that `faults` lists for the number of this write.
 
         If the fault is for another endpoint, write without a fault. No later write gets this fault.
         """

@@ -140,7 +140,7 @@ class PeerProcess(Closing):
     def signal_on_write(self, offset: int, number: signal.Signals) -> None:
         """Make the child poll the arena's byte at `offset`, and send the signal to itself when the byte changes.
 
-        The byte must change after this call.
+        The child does not notice a change before this call.
         """
         self._ask("signal_on_write", offset, int(number))
 

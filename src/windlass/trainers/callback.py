@@ -151,7 +151,7 @@ class RolloutCallback(Closing):
         ).start()
 
     def continue_generation(self, version: int, *, deadline_s: float | None = None) -> None:
-        """End the update, and stop the reports of `pause_generation` to the controller.
+        """End the update, and stop the thread in which `pause_generation` reports to the controller.
 
         Return when all leaders have called this method and the engines serve the version.
 
@@ -182,7 +182,7 @@ class RolloutCallback(Closing):
     def _report(self, ended: threading.Event) -> None:
         """Report to the controller that this process is alive, until `ended` is set or this object is closed."""
         while not ended.wait(LEASE_S / 6) and not self._closed.is_set():
-            # The controller ends the update if it receives no report.
+            # Ignore a failed report and try again. If no report arrives for `LEASE_S`, the controller ends the update.
             with contextlib.suppress(WindlassError):
                 self._call(AliveCall(), LEASE_S / 6)
 

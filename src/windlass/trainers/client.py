@@ -208,7 +208,8 @@ class TrainerClient(Closing):
         """
         number = version_number(version, "prepare_publish")
         if self._prepared is not None:
-            # The controller begins a round only after the previous one. A report that is missing now never arrives.
+            # The controller begins a round only after the previous round has ended. So if the previous round's report
+            # is still missing, it never arrives.
             self._channel.give_up_expected()
             wait([self._prepared])
         copied = threading.Event() if self._sender.replica is not None else None
@@ -228,8 +229,8 @@ class TrainerClient(Closing):
             copied: event that is set when the weights have been copied to the replica; None to send without a copy.
 
         Returns:
-            Function that announces the version (with `deadline_s`), waits for the end of the round, and returns the
-            report. The caller must call it, or no later version can begin.
+            Function that announces the version (only if `deadline_s` is not None), waits for the end of the round, and
+            returns the report. The caller must call this function, or no later version can begin.
 
         Raises:
             ConfigError, ProtocolError, PeerUnreachable: see `publish`.

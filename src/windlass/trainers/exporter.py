@@ -71,7 +71,8 @@ def captured_export(
             the exporter uses on this rank.
         export: function that runs the exporter on all ranks. It yields the same names in every run.
         required: names of the tensors that must be exported on at least one rank.
-        deadline_s: seconds to wait for other ranks, also in each collective of the exporter on gloo and NCCL.
+        deadline_s: seconds to wait for other ranks. The same limit applies to each gloo or NCCL collective of the
+            exporter.
 
     Raises:
         ConfigError: the exporter raised an error on a rank, or yielded nothing.
@@ -181,7 +182,8 @@ def exported_manifest(
         UnsupportedLayout: a tensor is not contiguous; or see `captured_export`.
         ConfigError, PeerTimeout: see `captured_export`.
     """
-    # Export the memory that the module itself uses. For a DTensor, this is its local tensor.
+    # The exporter must read the memory that `captured_export` fills with codes. For a DTensor, this is its local
+    # tensor.
     tensors = {one.name: local_part(one.tensor) for one in held}
     refuse_strided(tensors)
     required = [one.name for one in held if not one.is_buffer]
@@ -273,13 +275,13 @@ def _attempt(
     Args:
         tensors: see `captured_export`.
         export: see `captured_export`.
-        codes: numbers of all elements on all ranks.
+        codes: a unique number for each element on each rank, as digits; see `Codes`.
         own: indices of this rank's tensors in `codes`.
         scattered: exported tensors to read element by element, see `EXACT_NUMEL`.
 
     Returns:
-        The boxes in each tensor of this rank, and the exported tensors that another attempt must read element by
-        element.
+        The boxes of checkpoint tensors in each tensor of this rank, and the keys of the exported tensors that another
+        attempt must read element by element.
 
     Raises:
         UnsupportedLayout: the exporter computes values.

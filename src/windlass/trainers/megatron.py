@@ -87,7 +87,7 @@ def connect_megatron_trainer(
             (of the same shape and dtype). Pass it if the model has no memory during `publish`, such as with
             torch_memory_saver. With `copy_of`, `publish` does not call `make_whole`, so the copies must be made after the
             parameters were gathered.
-        ignore: prefixes of the names of parameters to leave out (`mtp.`).
+        ignore: prefixes of the names of parameters to leave out, for example `mtp.`.
         group: name of the trainer job.
         replica: see `connect_trainer`.
         allow_unused: see `connect_trainer`.

@@ -67,7 +67,7 @@ def with_advantages(
 
 
 def _of_groups(rewards: torch.Tensor, groups: torch.Tensor, kind: Advantage) -> torch.Tensor:
-    """Return the advantages of `kind` within groups. `_over_tokens` still normalises the values of REINFORCE++."""
+    """Return the advantages of `kind` within groups. For REINFORCE++, `_over_tokens` then normalises them."""
     match kind:
         case Advantage.GRPO:
             return group_relative(rewards, groups)

@@ -77,7 +77,8 @@ def log_ratios(
 
     For `Level.SEQUENCE`, the value of each token is the mean over its sequence (GSPO, arXiv:2507.18071, equation 7), and
     its gradient is the gradient of the token's own log-probability (GSPO-token, equation 14). If all tokens of a sequence
-    have the same advantage and the loss is a mean over sequences, its gradient equals the gradient of GSPO's loss.
+    have the same advantage and the loss is a mean over sequences, the gradient of the loss equals the gradient of
+    GSPO's loss.
     """
     difference = (logprobs - old_logprobs) * mask
     if level is Level.SEQUENCE:

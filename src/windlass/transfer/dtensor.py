@@ -852,7 +852,7 @@ def _memory_of(local: torch.Tensor | None, nbytes: int) -> ParameterMemory:
 
 
 def _num_writes(tensor: torch.Tensor) -> int:
-    """Return the number of in-place changes of a tensor that torch has counted.
+    """Return how many in-place changes of a tensor torch has counted.
 
     torch counts optimizer steps in the version of a DTensor, and other writes in the version of its local tensor.
     """
