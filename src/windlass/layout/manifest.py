@@ -198,7 +198,7 @@ class ShardManifest:
     def without(self, names: Collection[str]) -> ShardManifest:
         """Return the manifest without the shards and aliases of the tensors `names`.
 
-        `tensors` keeps these tensors, so that the indices in `table` stay valid.
+        The attribute `tensors` still lists these tensors, so that the indices in `table` stay valid.
         """
         if not names:
             return self
@@ -320,9 +320,9 @@ class ManifestBuilder:
 
         Raises:
             ManifestError: a box is outside its tensor, a shard reaches outside its parameter, an
-                alias names an unknown tensor, or a quantised weight has no matching scales. For an
-                engine also: the shards and padding of a parameter do not add up to its size, or
-                elements of one shard share bytes.
+                alias names an unknown tensor, or a quantised weight has no matching scales. The
+                manifest of an engine must meet two more rules: the shards and padding of a parameter
+                add up to its size, and no elements of one shard share bytes.
         """
         rows = self._rows
         manifest = ShardManifest(
@@ -363,7 +363,7 @@ def contiguous_strides(sizes: tuple[int, ...], itemsize: int) -> tuple[int, ...]
 
 
 def _check(manifest: ShardManifest) -> None:
-    """Raise the errors of `ManifestBuilder.build` if a manifest contradicts itself."""
+    """Check that a manifest does not contradict itself. For the errors, see `ManifestBuilder.build`."""
     table, worker = manifest.table, manifest.worker
     for alias, tensor in manifest.aliases.items():
         if all(spec.name != tensor for spec in manifest.tensors):
@@ -424,7 +424,8 @@ _MOST_ELEMENTS = 1 << 20
 def _refuse_folded(manifest: ShardManifest) -> None:
     """Raise ManifestError if two elements of one shard share bytes, as in an expanded tensor (stride 0).
 
-    If a shard has more than `_MOST_ELEMENTS` elements, find only elements that share bytes through a stride of 0.
+    In a shard with more than `_MOST_ELEMENTS` elements, find only strides of 0: the addresses of so many elements are
+    not compared one by one.
     """
     table = manifest.table
     itemsizes = np.array([p.dtype.itemsize for p in manifest.parameters], np.int64)[table.parameter]

@@ -119,13 +119,13 @@ class CudaMemory:
     def sent_digests(
         self, programs: Mapping[str, LinkProgram], addresses: UInt64Array
     ) -> LinkDigests:
-        """Prepare the digests of links from the memory of their source; see `MemoryOps`."""
+        """Prepare the digests of links that this rank sends; see `MemoryOps`."""
         return _SentDigests(self._gpu, programs, addresses)
 
     def received_digests(
         self, programs: Mapping[str, LinkProgram], addresses: UInt64Array, staging_address: int = 0
     ) -> LinkDigests:
-        """Prepare the digests of links from the memory of their destination; see `MemoryOps`."""
+        """Prepare the digests of links that this rank receives; see `MemoryOps`."""
         return _ReceivedDigests(self._gpu, programs, addresses, staging_address)
 
     def chunk_digests(
@@ -371,7 +371,7 @@ class _CudaPack(GpuTables):
             self._packed = [self._load(join_tables(cut)) for cut in turns.work]
 
     def pack(self, turn: int, deadline_s: float) -> None:
-        """Pack the parts of a turn into their place, and wait for the GPU; see `LinkPack.pack`."""
+        """Pack the parts of one turn, and wait for the GPU; see `LinkPack.pack`."""
         for table in self._packed[turn]:
             self._gpu.kernels.put(table, self._gpu.stream, self._words)
         self._gpu.finish(deadline_s)
@@ -384,7 +384,10 @@ class _CudaPack(GpuTables):
 
 
 def _source_pieces(program: LinkProgram, addresses: UInt64Array) -> Iterator[OpPieces]:
-    """Yield the ops of a link with their pieces. A piece's destination is its source, so kernels hash in place."""
+    """Yield the ops of a link with their pieces.
+
+    Set each piece's destination to its source, because kernels hash the bytes at the destination.
+    """
     for found in cut_ops(program, at_source=True):
         pieces = found.pieces
         pieces["src"] += addresses[found.op.src_parameter]

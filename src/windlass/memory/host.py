@@ -71,14 +71,14 @@ class HostMemory(MemoryOps):
     def sent_digests(
         self, programs: Mapping[str, LinkProgram], addresses: UInt64Array
     ) -> LinkDigests:
-        """Prepare the digests of links from the memory of their source; see `MemoryOps`."""
+        """Prepare the digests of links that this rank sends; see `MemoryOps`."""
         _import_torch(programs)
         return _HostDigests(lambda peer: _hash_sent(programs[peer], addresses))
 
     def received_digests(
         self, programs: Mapping[str, LinkProgram], addresses: UInt64Array, staging_address: int = 0
     ) -> LinkDigests:
-        """Prepare the digests of links from the memory of their destination; see `MemoryOps`."""
+        """Prepare the digests of links that this rank receives; see `MemoryOps`."""
         _import_torch(programs)
         return _HostDigests(lambda peer: _hash_received(programs[peer], addresses, staging_address))
 
@@ -186,7 +186,7 @@ class _HostDigests(Digests[Key]):
         deadline_s: float,  # noqa: ARG002
         threads: Executor | None = None,
     ) -> dict[Key, str]:
-        """Hash the memory of each link or chunk, in `threads` or else in the calling thread. See `Digests.take`."""
+        """Hash the memory of each link or chunk. Without `threads`, hash in the calling thread. See `Digests.take`."""
         wanted = list(keys)
         found = (map if threads is None else threads.map)(self._digest, wanted)
         return dict(zip(wanted, found, strict=True))
@@ -241,9 +241,9 @@ def _row_of_blocks(op: BoundOp) -> int:
 
 
 def pack_op(op: BoundOp, src_parameter: int, address: int) -> None:
-    """Gather, cast or quantise an op, or a part from `split_op`, and store the packed payload at `address`.
+    """Gather, cast or quantise the elements of an op, and store the packed payload at `address`.
 
-    `src_parameter` is the address of the op's source parameter.
+    `op` may also be a part from `split_op`. `src_parameter` is the address of the op's source parameter.
     """
     if op.transform is not Transform.NONE:
         pack_quantized(
@@ -343,8 +343,8 @@ _Cut = tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]
 def split_op(op: BoundOp, limit: int) -> Iterator[BoundOp]:
     """Cut an op into parts of at most `limit` bytes of payload.
 
-    In the packed payload, the bytes of each part follow the bytes of the previous part. A part has the op's
-    destination fields unchanged, so the caller computes the destination address of each part.
+    In the packed payload, the bytes of each part follow the bytes of the previous part. The destination fields of a
+    part are those of the whole op, so the caller must compute where each part goes.
 
     Raises:
         PlanError: the op quantises, and one row of blocks has more than `limit` bytes.

@@ -174,7 +174,7 @@ class MemoryOps(Protocol):
     def sent_digests(
         self, programs: Mapping[str, LinkProgram], addresses: UInt64Array
     ) -> LinkDigests:
-        """Prepare the digest of each peer's link at its source.
+        """Prepare the digests of the links that this rank sends, one per peer.
 
         A digest covers the payload of the link in plan order and in the destination's dtype.
         Elements are cast while they are hashed; the parameters do not change.
@@ -184,9 +184,9 @@ class MemoryOps(Protocol):
     def received_digests(
         self, programs: Mapping[str, LinkProgram], addresses: UInt64Array, staging_address: int = 0
     ) -> LinkDigests:
-        """Prepare the digest of each peer's link at its destination.
+        """Prepare the digests of the links that this rank receives, one per peer.
 
-        This digest equals the digest at the link's source if all bytes have arrived. `staging_address` is the address
+        A digest equals the digest that the source computes if all bytes have arrived. `staging_address` is the address
         to which peers write the payload of staged ops; 0 if they write each element to its final address.
         """
         ...

@@ -78,7 +78,10 @@ for an engine rank.
 
 
 def role_token(secret: str, role: Access) -> str:
-    """Return the token of a role, derived from the secret. The owner's token is the secret itself; "" without a secret."""
+    """Return the token of a role, derived from the secret. The owner's token is the secret itself.
+
+    If the secret is empty, the token of every role is empty.
+    """
     if role is Access.OWNER or not secret:
         return secret
     message = f"windlass token of role {role.value}".encode()

@@ -58,7 +58,7 @@ def check_url(url: str, what: str, *, may_be_plain: bool | None = None) -> Split
         known = parts.scheme in schemes and parts.hostname is not None and parts.port != 0
     except ValueError as error:
         raise ConfigError(rule) from error
-    # Callers append a path to the URL. The path would become a part of the URL's query or fragment, so refuse these.
+    # Refuse a query and a fragment: callers append a path to the URL, and the path would become a part of them.
     # Refuse a user, because a password would appear in logs.
     if not known or "@" in parts.netloc or "?" in url or "#" in url or not url.isprintable():
         raise ConfigError(rule)

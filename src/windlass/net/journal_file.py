@@ -92,8 +92,8 @@ class JournalFile(Generic[EntryT]):
     def is_long(self) -> bool:
         """True if the caller should compact the file with `rewrite`, or with `write_replacement` and `replace`.
 
-        The file is then larger than `compact_nbytes`, and has doubled in size since it was last compacted or since a try
-        to compact it failed.
+        The file is then larger than `compact_nbytes`, and has doubled in size since the last compaction, successful or
+        not.
         """
         return self.nbytes >= self._compact_at
 

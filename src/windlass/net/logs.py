@@ -63,7 +63,7 @@ def log_fields(
     """Add fields to every later log line of the running asyncio task, and of tasks that it creates.
 
     Returns:
-        A context manager for `with`. Its end removes the fields again.
+        A context manager. The end of its `with` block removes the fields again.
     """
     before = _fields.get(_NO_FIELDS)
     given = {

@@ -35,8 +35,8 @@ class ReplyStore(Generic[ResultT]):
         If this is the first call of a new round, drop the replies of all rounds except the previous round.
 
         Raises:
-            StaleMessage: the round of the call has passed, because a call of a later round was looked up before; or the
-                call is new, and `void` was called after a call of this or a later round had arrived.
+            StaleMessage: a call of a later round was looked up before; or the call is new and of a round that `void`
+                refuses.
         """
         epoch, round_number, _ = call_id
         round_id = epoch, round_number

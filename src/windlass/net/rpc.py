@@ -123,9 +123,9 @@ class Session(Generic[CommandT, ResultT]):
         return future
 
     async def attach(self, socket: web.WebSocketResponse) -> None:
-        """Use `socket`, a new connection of the same peer process, from now on, and send the unanswered calls again.
+        """Use `socket` from now on, and send the unanswered calls again.
 
-        Do nothing if the session already uses this connection.
+        `socket` is a new connection of the same peer process. Do nothing if the session already uses this connection.
 
         Raises:
             PeerUnreachable: the new connection is closed, or the peer does not read from it.

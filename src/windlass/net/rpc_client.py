@@ -218,7 +218,7 @@ class Client(Callee[CommandT, ResultT], Closing, Generic[CommandT, ResultT, Fram
             with contextlib.suppress(RuntimeError):
                 self._loop.call_soon_threadsafe(self._cancel)
             self._thread.join(JOIN_S)
-        # The client was never started.
+        # Without a task, the client was never started.
         elif self._task is None:
             self._loop.close()
         if self._owns_executor:
@@ -282,8 +282,8 @@ class Client(Callee[CommandT, ResultT], Closing, Generic[CommandT, ResultT, Fram
     async def _stay_connected(self) -> None:
         """Connect again after each loss, with pauses. Return when `ended` is done.
 
-        After each loss, make `stored` refuse calls that have not begun (unless `keeps_calls`), call `on_lost`, and set
-        `disconnected`.
+        After each loss and each failed try, make `stored` refuse calls that have not begun (unless `keeps_calls`), and set
+        `disconnected`. After a loss, also call `on_lost`.
         """
         pauses, give_up_at = BACKOFF.pauses(), self._loop.time() + self._give_up_s
         async with open_http(self._token, to_controller=True) as http:

@@ -9,7 +9,7 @@ _WEIGHTS = "lora_A|lora_B|lora_embedding_A|lora_embedding_B|lora_magnitude_vecto
 
 
 def adapter_names(adapter: str = "default") -> Callable[[str], str | None]:
-    """Return a `name_map` that publishes one LoRA adapter and no other tensor.
+    """Return a `name_map` that selects the tensors of one LoRA adapter and leaves out all other tensors.
 
     The map turns a live name such as `....q_proj.lora_A.default.weight` into
     `....q_proj.lora_A.weight`, the name in a saved adapter (`peft.get_peft_model_state_dict`).

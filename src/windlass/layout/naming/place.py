@@ -117,7 +117,7 @@ class _Part:
     def tensor(self, index: int, expert: int | None = None) -> str:
         """Return the checkpoint name of the rule's tensor `index`.
 
-        `expert` is the local number of the expert in this name. None: the expert in the parameter's name.
+        `expert` is the expert's number on this rank. None: the number in the parameter's name.
         """
         number = self.match.expert if expert is None else expert
         return self.match.rule.tensors[index].format(

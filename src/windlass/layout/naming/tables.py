@@ -18,7 +18,7 @@ def layer(name: str, *tensors: str, cut: Cut = Cut.WHOLE) -> Rule:
 
     Args:
         name: Megatron's name of the parameter within a layer.
-        *tensors: checkpoint names within a layer, in the order of their rows.
+        *tensors: checkpoint names of tensors within a layer, in the order of their rows in the parameter.
         cut: see `Cut`.
     """
     return Rule(
@@ -101,7 +101,7 @@ def gated(name: str, tensor: str) -> tuple[Rule, ...]:
 
 
 def experts(tensor: str, gate: str, up: str, down: str) -> tuple[Rule, ...]:
-    """Return the rules for routed experts, with the names of Megatron's TEGroupedMLP, SequentialMLP and GroupedMLP.
+    """Return the rules for routed experts. They cover the names of Megatron's TEGroupedMLP, SequentialMLP and GroupedMLP.
 
     Args:
         tensor: prefix of the experts' checkpoint names within a layer.

@@ -47,7 +47,7 @@ ms for 1 GiB. The parts together are written as fast as one whole table (H200, 2
 def raw_pieces(
     sources: UInt64Array, targets: UInt64Array, nbytes: UInt64Array, max_nbytes: int
 ) -> StructuredArray:
-    """Cut n ranges of bytes into pieces of at most `max_nbytes`. The payload is the ranges, one after another.
+    """Cut n ranges of bytes into pieces of at most `max_nbytes`. In the payload, the ranges follow each other.
 
     Args:
         sources: (n,) addresses to read.
@@ -108,7 +108,7 @@ class PieceTable:
 def cut_parts(nbytes: Int64Array) -> tuple[range, ...]:
     """Divide pieces into parts of about equal size. Return the index range of each part; () if there are no pieces.
 
-    The number of parts is the largest number with which a part has at least `PART_NBYTES` on average, but at least 1.
+    Make as many parts as possible with an average size of at least `PART_NBYTES`, and at least one part.
     `nbytes`, (num_pieces,), has the size of each piece.
     """
     ends = np.cumsum(nbytes)

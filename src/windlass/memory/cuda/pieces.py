@@ -102,7 +102,7 @@ class OpPieces(NamedTuple):
 def cut_ops(program: LinkProgram, *, at_source: bool) -> Iterator[OpPieces]:
     """Yield the ops of a link in plan order with their pieces. Both ends cut the payload of an op in the same way.
 
-    Ops that differ only in offsets are cut once. A mixture of experts has thousands of such ops.
+    Ops that differ only in their offsets share the work of cutting. A mixture of experts has thousands of such ops.
     """
     position = 0
     cut: dict[object, StructuredArray] = {}
@@ -292,8 +292,8 @@ def payload_parts(found: OpPieces, limit: int) -> Iterator[PayloadPart]:
 def _closed_ends(found: OpPieces, pieces: StructuredArray, starts: Int64Array) -> Int64Array:
     """Return, in ascending order, the indices at which a part of the sorted pieces can end; the last is `len(pieces)`.
 
-    At such an index, every earlier piece ends in the payload before the first later piece begins. `starts`,
-    (num_pieces,), are the positions of the pieces in the op's payload.
+    A part can end at index i if no piece before i has payload at or after the beginning of piece i. `starts`,
+    (num_pieces,), has the position of each piece in the op's payload.
     """
     itemsize = found.op.dst_dtype.itemsize
     # A piece of scales is a block at the source but one element in the payload.
