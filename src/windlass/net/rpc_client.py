@@ -353,7 +353,7 @@ class Client(Callee[CommandT, ResultT], Closing, Generic[CommandT, ResultT, Fram
     async def _on_frame(
         self, socket: aiohttp.ClientWebSocketResponse, parts: PartJoiner, data: bytes
     ) -> None:
-        """Handle a part of a frame. If the frame is now complete: begin the call if it is a call, else call `on_frame`.
+        """Handle a part of a frame. If this completes a call, answer the call later; pass other frames to `on_frame`.
 
         The first frame that is neither a call nor a refusal is the welcome.
 

@@ -19,7 +19,7 @@ def measure_memcpy_gbps(nbytes: int = 256 << 20, repeats: int = 7) -> float:
         Rate in 10^9 bytes per second.
     """
     # `mmap` aligns both buffers to pages: memcpy between different alignments takes up to three times as
-    # long. Write to both first: until the first write, all pages of a buffer are one page of zeros.
+    # long. Write to both first: until the first write, the kernel maps all pages to one page of zeros.
     source = np.frombuffer(mmap.mmap(-1, nbytes), np.uint8)
     target = np.frombuffer(mmap.mmap(-1, nbytes), np.uint8)
     source[:], target[:] = 1, 2

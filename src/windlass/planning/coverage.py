@@ -71,7 +71,7 @@ def refuse_overlaps(
     byte twice and another byte never.
 
     First compare the address ranges of all rows, with numpy. If rows of a parameter have overlapping ranges (strided
-    shards), then compare each address of this parameter. Parameters with the same arrangement of rows are compared once.
+    shards), then compare each address of this parameter. Of parameters with the same arrangement of rows, check only one.
 
     Raises:
         ManifestError: two rows share memory. The message names worker, parameter and both tensors.

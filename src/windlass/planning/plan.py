@@ -244,9 +244,9 @@ class TransferPlan:
         return replace(self, staging_nbytes=staging_nbytes, ops=ops)
 
     def for_replica(self, leader: str, copy: ShardManifest) -> TransferPlan:
-        """Return the plan part of another destination rank with the same layout as the destination `leader`.
+        """Return the plan part of a destination rank that has the same layout as the destination `leader`.
 
-        Call this on the plan part of `leader`. `copy` is the manifest of the other rank.
+        Call this on the plan part of `leader`. `copy` is the manifest of the rank that gets the result.
         """
         index = self.destinations.index(leader)
         return replace(

@@ -152,8 +152,9 @@ def _pieces(
 ) -> tuple[Pieces, Holders, Boxes]:
     """Intersect source boxes with destination boxes.
 
-    A pattern is the set of boxes into which the ranks of one side cut a tensor. Many tensors have the same two patterns, so
-    intersect each pair of patterns once, and repeat the result for the tensors.
+    A pattern is the set of boxes into which the ranks of one side cut a tensor. A tensor has one pattern at the sources
+    and one at the destinations. Many tensors have the same pair of patterns, so intersect each pair once, and repeat the
+    result for these tensors.
 
     Returns:
         The pieces, the holders of each atom, and the boxes of the destinations.

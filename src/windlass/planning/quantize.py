@@ -27,7 +27,7 @@ _QUANTIZABLE = np.array([dtype in _SOURCES for dtype in DTYPES], np.bool_)
 
 
 def widen_scales(dst: RowTable, names: TensorNames) -> RowTable:
-    """Return `dst`, with the box of each row of scales replaced by the box of the weight elements that they scale.
+    """Return `dst` with other boxes for rows of scales: the box of the weight elements to which the scales apply.
 
     One scale applies to a block of `BLOCK` x `BLOCK` elements; blocks at the ends of the weight may be smaller.
     """
@@ -44,7 +44,7 @@ def widen_scales(dst: RowTable, names: TensorNames) -> RowTable:
 
 
 def payload_sizes(sizes: Int64Array, transform: UInt8Array) -> Int64Array:
-    """Return the sizes of each op's payload: the number of scales if the op computes scales, otherwise `sizes`."""
+    """Return the sizes of each op's payload: the number of scales per dim if the op computes scales, otherwise `sizes`."""
     scales = transform == Transform.FP8_BLOCK_SCALES
     if not scales.any():
         return sizes

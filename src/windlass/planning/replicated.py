@@ -339,7 +339,7 @@ def _offset_bytes(table: RowTable, rows: Int64Array, offsets: Int64Array) -> Int
 def _distinct_places(
     table: RowTable, rows: Int64Array, atom: Int64Array, offsets: Int64Array, sizes: Int64Array
 ) -> tuple[Int64Array, Int64Array]:
-    """Return `rows` and `atom` without rows that describe the same bytes of a rank as an earlier row."""
+    """Return `rows` and `atom` without duplicates: rows that describe the same bytes of a rank as an earlier row."""
     rank = table.rank[rows]
     again = (atom[1:] == atom[:-1]) & (rank[1:] == rank[:-1])
     at = np.flatnonzero(np.append(again, False) | np.append(False, again))
@@ -386,7 +386,7 @@ def _refuse_two_dtypes(
 def _named_box(
     names: TensorNames, tensor: int, offsets: Int64Array, sizes: Int64Array
 ) -> tuple[str, Box]:
-    """Return the name of a tensor class, and the box with these offsets and sizes without padding dims."""
+    """Return the name of a tensor class, and the box with these offsets and sizes. The box has no padding dims."""
     lead = MAX_DIMS - len(names.shapes[tensor])
     return names.names[tensor], Box(tuple(offsets[lead:].tolist()), tuple(sizes[lead:].tolist()))
 

@@ -73,8 +73,8 @@ def resolve_names(
 ) -> TensorNames:
     """Give every tensor name a class. Names of one class belong to the same tensor.
 
-    An alias of a source (tied weights) joins two names into one class. An alias of a destination joins no classes. But
-    if no source has a destination's tensor under its own name, this name gets the class of the alias.
+    An alias of a source (tied weights) joins two names into one class. An alias of a destination joins no classes, but
+    may name a class: if no source has a tensor's own name, the own name gets the class of the alias.
 
     Args:
         sources: manifests of the trainer ranks.
@@ -189,7 +189,7 @@ def _source_classes(sources: Sequence[ShardManifest], index: dict[str, int]) -> 
 def _apply_destination_aliases(
     destinations: Sequence[ShardManifest], index: dict[str, int], class_of: list[int]
 ) -> None:
-    """Use the class of the alias for a destination's tensor if no source has the tensor's own name. Change `class_of`.
+    """Give a destination's tensor the class of its alias if no source has the tensor's own name. Change `class_of`.
 
     Raises:
         ManifestError: the sources have two separate tensors of these names.

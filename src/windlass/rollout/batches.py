@@ -500,7 +500,7 @@ class BatchQueue:
         known = held_in(self._shard(asked))
         for lent in self._lent:
             known.update(lent)
-        # The rank reaches this process at this URL. So other processes reach this process's transport at the same host.
+        # The rank reaches this process at this URL, so holders reach this process's transport at the URL's host.
         self.store.towards = str(request.url.origin())
         done = await write_tensors(known, asked, self.store, self._write)
         return web.Response(body=encode(done), content_type=CONTENT_TYPE)
@@ -513,7 +513,7 @@ class BatchQueue:
             raise web.HTTPBadRequest(text=str(error)) from error
         confirmations = self._confirmations.get(asked.step)
         known = held_in(self._shard(asked))
-        # The batch was put again since the rank got it.
+        # If the keys differ, the batch was put again after the rank got it.
         if confirmations is None or known.keys() != {*asked.keys}:
             return web.Response(body=encode(Confirmed(usable=False)), content_type=CONTENT_TYPE)
         lost = [known[key][1] for key in asked.lost if key in known]
@@ -559,7 +559,7 @@ def _estimated_nbytes(samples: Sequence[TrainingSample]) -> int:
 
 
 def _parts(samples: Sequence[TrainingSample]) -> Iterator[list[TrainingSample]]:
-    """Divide samples into parts with at least about `PART_NBYTES` each. Only the last part may be smaller."""
+    """Divide samples into parts of about `PART_NBYTES` or more. Only the last part may be smaller."""
     part: list[TrainingSample] = []
     nbytes = 0
     for sample in samples:
@@ -609,9 +609,9 @@ class BatchClient(Closing):
         the controller restarts.
 
         If samples of the step have large tensors, the processes that hold the tensors of this shard write them into memory
-        of this process. The call returns when every rank has its tensors. If a tensor is lost, for example because its
-        worker has ended, all ranks wait until the batch is put again. The client repeats a failed write. A later batch uses
-        the same memory when no tensor of this batch, and no array made from such a tensor, is in use.
+        of this process. If a write fails, the client requests it again. The call returns when every rank has its tensors.
+        If a tensor is lost, for example because its worker has ended, all ranks wait until the batch is put again. A later
+        batch uses the same memory when no tensor of this batch, and no array made from such a tensor, is in use.
 
         Raises:
             ConfigError: step < 0, the rank is not in [0, world_size), or the controller refused the request.
@@ -677,8 +677,9 @@ class BatchClient(Closing):
     ) -> tuple[TrainingBatch, tuple[str, ...]]:
         """Return the batch with the elements of its tensors, and the keys of lost tensors.
 
-        `BatchQueue.lend` must lend the samples of the batch. If tensors are lost, the batch has no elements. The client
-        repeats a write that failed.
+        Call this while the controller runs a `BatchQueue.lend` block with the samples of the batch. The processes that
+        hold the tensors write the elements into memory of this process. If a write fails, the client requests it again.
+        If tensors are lost, the returned batch has no elements.
 
         Args:
             batch: samples of this rank.
@@ -732,7 +733,7 @@ class BatchClient(Closing):
             method: HTTP method.
             path: function that returns the path. Its argument is the number of seconds that the controller may wait.
             body: function that returns the content. Its argument is the same number.
-            deadline: deadline of the call. The error's text begins with its `purpose`.
+            deadline: deadline of the call. The error's text begins with the deadline's `purpose`.
             every_s: seconds that the controller may wait at most; then the client repeats the request. None for
                 `ASK_EVERY_S`.
 

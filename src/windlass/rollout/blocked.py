@@ -61,7 +61,8 @@ class BlockWatch:
     def _watch(self) -> None:
         """Schedule a callback in the loop, and wait `LOOK_EVERY_S` between callbacks.
 
-        If a callback has not run after `BLOCKED_AFTER_S`, log the loop's stack, and again every `SAY_EVERY_S` until it runs.
+        If a callback has not run after `BLOCKED_AFTER_S`, log the stack of the loop's thread. Repeat this every
+        `SAY_EVERY_S` until the callback runs.
         """
         while not self._ended.wait(LOOK_EVERY_S):
             self._turned.clear()

@@ -41,8 +41,8 @@ def agent_workflow(
     `branches`.
 
     Args:
-        idle_s: seconds without a request after the claim until the attempt fails. The controller then tries the rollout
-            again with a new key.
+        idle_s: seconds that the agent may send no request after the claim. Then the attempt fails, and the controller
+            tries the rollout again with a new key.
         request_sampling: see `WorkflowContext.chat_endpoint`.
 
     Raises:

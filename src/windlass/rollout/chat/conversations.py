@@ -89,7 +89,8 @@ class Conversations:
     async def text_prompt(self, text: str) -> Prompt:
         """Return the prompt of a text.
 
-        If the text begins with an earlier prompt and its answer, the prompt continues the longest such beginning.
+        If the text begins with an earlier prompt and its answer, reuse their token ids, and encode only the rest. If several
+        earlier prompts match, use the longest.
         """
         found = [known for known in self._texts if text.startswith(known[0])]
         begin, ids = max(found, key=lambda known: len(known[0]), default=("", ()))

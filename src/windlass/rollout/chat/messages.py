@@ -39,7 +39,7 @@ class Message(msgspec.Struct, frozen=True):
 
     @classmethod
     def of(cls, given: Mapping[str, Any]) -> Message:
-        """Convert a message in the form of chat completions, as a `Chat` contains it.
+        """Convert a message of a `Chat`, which has the form of chat completions.
 
         If a tool call has another form, `more` gets all tool calls of the message unchanged.
         """

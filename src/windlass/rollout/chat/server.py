@@ -468,7 +468,7 @@ def _json(body: object) -> web.Response:
 
 
 def _refused(error: ApiError) -> web.Response:
-    """Return the response for an error. Close the connection after it if the request's body may be unread."""
+    """Return the response for an error. If the request's body may be unread, the response closes the connection."""
     response = web.Response(
         body=msgspec.json.encode(error.body()),
         status=error.status,
@@ -509,7 +509,7 @@ def _send_all(send: Send | None, events: Iterable[bytes]) -> None:
 async def _stream(
     http: web.Request, reply: Callable[[Send | None], Awaitable[Reply]]
 ) -> web.StreamResponse:
-    """Send a reply as server-sent events, while `reply` makes them.
+    """Call `reply`, and send the server-sent events that it makes to the client at once.
 
     The stream begins with the first event, or after `STREAM_PING_S`. An error before the stream begins is answered with
     an HTTP status. If the client disconnects, cancel `reply`, which ends the engine's generation.

@@ -243,8 +243,8 @@ class ChatSession:
         """Keep the session open during a `with` block of the workflow.
 
         Raises:
-            RolloutError: a request failed in a way that ends the attempt. The block is cancelled, and this error is
-                raised in its place.
+            RolloutError: a request failed in a way that ends the attempt. The block is cancelled, and the `with` statement
+                raises this error.
         """
         self.is_open = True
         try:
@@ -306,8 +306,8 @@ class ChatSession:
                 each answer after its turn is recorded; None if the agent wants whole answers.
 
         Raises:
-            ApiError: the engine refuses the request, the attempt has failed, the session has ended or would have too many
-                tokens, or the prompt is longer than the engine's context.
+            ApiError: the engine refuses the request; the attempt has failed; the session has ended; this request would
+                exceed the session's limit of tokens; or the prompt is longer than the engine's context.
             ConfigError: the chat template refuses the messages.
         """
         job = asyncio.create_task(self._answer(call, on_delta))
