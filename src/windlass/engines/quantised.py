@@ -112,7 +112,7 @@ def _declared(folder: Path) -> _Quantisation | None:
 
 
 def _scheme(declared: _Quantisation) -> tuple[Scheme | None, str]:
-    """Return the scheme and an unused text, or None and the reason why the scheme is not supported."""
+    """Return the scheme, or None if it is not known. If it is None, the text is the reason; otherwise ignore the text."""
     method = declared.quant_method.lower()
     if method == "fp8":
         if declared.weight_block_size is None:

@@ -395,7 +395,7 @@ def _from_rows(holding: Holding, rows: torch.Tensor, sources: list[Holding]) -> 
 def _from_all_rows(
     name: str, rows: torch.Tensor, alike: list[tuple[Holding, torch.Tensor]]
 ) -> Mirror | None:
-    """Search the matrices of `alike` for every nonzero row, and return the mirror.
+    """Search the matrices of `alike` for every nonzero row of `rows`, and return the mirror.
 
     `alike` has pairs of a weight and a matrix view of it, as wide as `rows`. Return None if a row is missing from all matrices, or if
     the rows found in one matrix do not look like a slice.
@@ -424,7 +424,7 @@ def _is_slice(places: torch.Tensor, found: torch.Tensor) -> bool:
     """Return whether a copy of rows `found` to rows `places` looks like a slice or a permutation.
 
     In a slice, the step between successive row indices rarely changes. A permutation takes every row of a contiguous
-    range once. Neither is true for rows that a forward pass has gathered from an embedding by token ids.
+    range once. Rows that a forward pass has gathered from an embedding by token ids look like neither.
     """
     steps = torch.stack([places.diff(), found.diff()])
     changes = int((steps[:, 1:] != steps[:, :-1]).any(0).sum()) if len(found) > 2 else 0
@@ -439,7 +439,7 @@ def _part(
 ) -> Part:
     """Return the part that copies rows `found` of `matrix` to rows `places` of `rows`.
 
-    If both row indices are contiguous, the part has two slices and no indices, because such a copy is faster.
+    If both ranges of rows are contiguous, return a part of two slices without row indices, because it copies faster.
     """
     first, start, size = int(places[0]), int(found[0]), len(places)
     if int(places[-1]) - first == int(found[-1]) - start == size - 1 and bool(
@@ -700,7 +700,9 @@ class Later:
             self._watched.changed()
 
     def check_places(self) -> None:
-        """Check that no tensor into which updates write has moved. The model must have the same tensors as at the last search.
+        """Check that the tensors that updates write have not moved.
+
+        Call this only if the model has the same tensors as at the last search.
 
         Raises:
             UnsupportedLayout: a tensor has moved.

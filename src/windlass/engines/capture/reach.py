@@ -313,7 +313,7 @@ _GROUP = 256
 
 @final
 class _Group:
-    """Contents of some containers, the number and the identities of their values, and the identities that the walk enters."""
+    """Contents of some containers, the number and identities of all values, and the identities of values that a walk enters."""
 
     def __init__(self, contents: Sequence[Collection[object]]) -> None:
         self._contents = contents
@@ -551,7 +551,7 @@ class _Walk:
                 self._values(node, Join.CALL, (("", value) for value in _returned(item, shape.form)))  # fmt: skip
 
     def _is_of_server(self, kind: type) -> bool:
-        """Return whether a class belongs to the server, not to the model. Call this if the class's objects have a lock.
+        """Return whether a class belongs to the server, not to the model. Call this only for a class whose objects have a lock.
 
         Return True if the class is in a server's package, or if no module of the model is in the class's package. The walk
         then skips the objects of the class.

@@ -273,10 +273,10 @@ class Search:
         yield from self._groups_with_sources(groups[half:], known=not first)
 
     def _possible_sources(self, members: frozenset[str]) -> frozenset[str]:
-        """Return the names in `members` that may be sources. Tell the names apart by their layer and expert numbers.
+        """Return the names in `members` that may be sources.
 
-        Each combination of numbers in a name (layer, expert) has an index. For each binary digit of the index, change
-        the tensors with digit 1, then the tensors with digit 0, and observe which computed tensors change.
+        Names with the same numbers (layer, expert) share an index. For each binary digit of the index, first change the
+        values of the tensors with digit 1, then those with digit 0, and observe which computed tensors change.
         """
         keys = sorted({_numbers(name) for name in members})
         index = {key: at for at, key in enumerate(keys)}

@@ -305,7 +305,7 @@ class HostCopies:
         self._run(chosen, to_host=False)
 
     def _run(self, chosen: Sequence[int], *, to_host: bool) -> None:
-        """Copy the tensors with the indices `chosen` to the host, or their host copies to the GPU, and wait."""
+        """Copy the tensors with the indices `chosen` to the host, or their host copies to the GPU. Wait for the copies."""
         chunks = [chunk for index in chosen for chunk in _chunks(*self._pairs[index])]
         if not chunks:
             return

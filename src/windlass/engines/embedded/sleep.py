@@ -118,7 +118,7 @@ class SleepingHooks:
         return self._weights.caches_nbytes
 
     def sleep(self, mode: PauseMode, deadline_s: float) -> None:
-        """Make every rank sleep, if this is rank 0; see `Sleeper.sleep`.
+        """On rank 0, make every rank sleep. On another rank, only check that sleep is possible. See `Sleeper.sleep`.
 
         Raises:
             ConfigError: `mode` keeps the KV cache, or the transport needs the memory to stay in place.

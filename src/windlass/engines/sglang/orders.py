@@ -114,7 +114,7 @@ def session(
 
     A caller that knows that the release has no sessions sets `has_sessions` to False, to save a request.
     At the end of the `with` block, SGLang's ranks post-process weights. The block ends when the ranks of the first
-    pipeline stage have finished this.
+    pipeline stage have finished the post-processing.
     """
     # SGLang 0.5.16 has no sessions. Without this field, it would pass an order to a draft model too.
     without = {"disable_draft_model": True}
