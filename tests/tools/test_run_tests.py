@@ -78,10 +78,22 @@ def test_a_failed_test_of_a_split_runs_again(group: str, tmp_path: Path) -> None
     assert f"{int(is_unsteady)} tests failed beside others and passed alone" in ran.stdout
 
 
+def test_a_failed_test_that_the_caller_names_runs_again(tmp_path: Path) -> None:
+    """`make test-security` names single tests, also of files without a failed test."""
+    other = tmp_path / "test_others.py"
+    other.write_text("def test_other(): ...\n")
+    named = f"{tmp_path / 'test_them.py'}::test_unsteady", f"{other}::test_other"
+    ran = run_tests(UNSTEADY.format(number=1, steady=True), tmp_path, *named)
+    assert ran.returncode == 0, ran.stdout + ran.stderr
+    assert "1 tests failed beside others and passed alone" in ran.stdout
+
+
 def run_tests(tests: str, folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
     """Run `tools/run_tests.py` on this source of a test file."""
     (folder / "test_them.py").write_text(tests)
     (folder / "pytest.ini").write_text("[pytest]\n")
     script = ROOT / "tools" / "run_tests.py"
-    command = [sys.executable, str(script), "-q", "-n", "2", str(folder), *arguments]
+    named = any("::" in word for word in arguments)
+    where = () if named else (str(folder),)
+    command = [sys.executable, str(script), "-q", "-n", "2", *where, *arguments]
     return subprocess.run(command, capture_output=True, text=True, cwd=folder, check=False)
