@@ -84,7 +84,7 @@ def join_group(
         signature: digest of the content that this member expects; see `signature_of_offer`.
         host: address of this member, for gloo's connections.
         deadline: deadline of the whole call.
-        hosted: store of the group, which the source hosts; None at the other members.
+        hosted: the group's store at the source, which hosts it; None at the other members.
         gpu: GPU whose kernels fill and empty this member's buffers; None for buffers in host memory.
 
     Raises:
@@ -339,7 +339,7 @@ class TorchBroadcastGroup:
             raise TransferFailed(f"group {self._name}: {_first_line(error)}") from error
 
     def drain(self, deadline_s: float) -> None:
-        """Wait until the GPU has ended all started broadcasts and all kernels that were queued between them.
+        """Wait until the GPU has ended all work in the group's stream: the broadcasts and the copy kernels.
 
         Without `gpu`, do nothing, because `finish` has already waited for each broadcast.
 
@@ -357,7 +357,7 @@ class TorchBroadcastGroup:
             raise
 
     def abort(self) -> None:
-        """Close all connections of the group, so that broadcasts of the other members fail. Idempotent.
+        """Close all connections of the group, so that the other members' broadcasts fail. Idempotent.
 
         If an NCCL communicator does not end within `ABORT_S`, its buffers stay allocated, and Windlass does not use the
         GPU again in this process.

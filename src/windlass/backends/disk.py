@@ -107,7 +107,7 @@ class DiskSender:
         return None
 
     def prepare(self, version: int) -> None:
-        """Compute the digest of every link, and delete this rank's files of old versions (`keep_versions`)."""
+        """Compute the digest of every link. Delete this rank's files of old versions; see `prune`."""
         began = time.perf_counter()
         self._source.locate()
         self._source.hash_links()

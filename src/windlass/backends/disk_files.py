@@ -85,8 +85,8 @@ def write_shards(
         folder: shared folder.
         version: version of the weights.
         manifest: layout of the rank's parameters.
-        addresses: address of each parameter, in manifest order. Parameters with address 0 are left out: no engine needs
-            them, and their layout has changed since the manifest was made.
+        addresses: address of each parameter, in manifest order. Address 0 means that no engine needs the parameter, and
+            that its layout has changed since the manifest was made. The file does not contain such a parameter.
         memory: memory of the parameters.
 
     Raises:
@@ -161,7 +161,7 @@ def prune(folder: Path, version: int, worker: str, keep_versions: int) -> None:
         folder: shared folder.
         version: version that the rank is about to write. Files of later versions stay.
         worker: name of the rank. Files of other ranks stay.
-        keep_versions: number of versions before `version` to keep, newest first.
+        keep_versions: number of versions to keep; these are the newest versions before `version`.
 
     Raises:
         OSError: a file cannot be deleted.
@@ -377,12 +377,10 @@ def _offset_in_parameter(shard: Shard, part: Box) -> int:
 
 
 def _slice(file: Any, entry: DiskEntry, part: Box) -> Any:
-    """Read the elements of `part`, a box of a checkpoint tensor, from the file's tensor `entry`.
-
-    Read no other elements.
+    """Read only the box `part` of a checkpoint tensor. `entry` describes the tensor in the file that contains the box.
 
     Raises:
-        TransferFailed: the file's tensor has another shape than its entry.
+        TransferFailed: the tensor in the file has another shape than `entry`.
     """
     if not entry.sizes:
         return file.get_tensor(entry.key)

@@ -217,7 +217,7 @@ class PushReceiver:
         self._arrived = {}
 
     def join_named(self, offer: GroupOffer, fabric: CollectiveFabric, deadline_s: float) -> None:
-        """Leave an older group with the name of this group, and enter the broadcast group of a leader.
+        """Enter the broadcast group that a leader offers. First leave an older group of the same name.
 
         Raises:
             PlanError: members disagree about the group.
@@ -369,8 +369,8 @@ class PushReceiver:
     def _differing(self, memory: MemoryOps, found: Sequence[tuple[int, StridedCopy]]) -> str:
         """Compare tied tensors before their copies run; return the message about a difference, or an empty string.
 
-        Tied tensors have two names in the checkpoint and one place in this rank's parameters. The first name that arrives
-        in an update fills the place. The values of the second name must equal the values of the first.
+        Tied tensors have two names in the checkpoint and one place in this rank's parameters. The tensor that arrives
+        first in an update is copied to this place. The other tensor must have the same values.
 
         Args:
             memory: memory of the bucket and of the shadow copy.

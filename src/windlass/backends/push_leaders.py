@@ -276,7 +276,7 @@ class _Push:
     def turn(self, leader: str, number: int) -> AbstractAsyncContextManager[None]:
         """Return an async context manager that waits for the turn of call `number` of a leader.
 
-        If the leaders declared no order, the context manager does not wait.
+        If the leaders declared no stages, the context manager does not wait.
 
         Raises:
             RoundAborted: the leader has not joined the round. Entering the context manager raises the errors of
@@ -436,8 +436,8 @@ class PushUpdates:
     async def _watch(self, push: _Push) -> None:
         """End the round when a leader has not reported within its lease."""
         while not (await asyncio.wait({push.round.report}, timeout=WATCH_EVERY_S))[0]:
-            # If this event loop was blocked for longer, count only `WATCH_EVERY_S`, because it
-            # could not receive the leaders' reports either.
+            # Count `WATCH_EVERY_S` even if this event loop was blocked for longer. While it was
+            # blocked, it could not receive the leaders' reports.
             if reason := push.watch(WATCH_EVERY_S):
                 push.fail(reason)
                 push.is_ending = True

@@ -170,7 +170,7 @@ class RelayDelivery(Delivery):
         version: int,
         deadline_s: float,
     ) -> list[Order]:
-        """Return the commands that write links: by relay in the first call, and directly in later calls.
+        """Return the commands that write links. The first call writes by relay, and later calls write directly.
 
         The first call also writes directly if a member of a relay group is not active. For arguments see
         `Delivery.write`.
@@ -237,7 +237,7 @@ class RelayDelivery(Delivery):
     def left(self, worker: str, *, lost: bool) -> tuple[Order, ...]:
         """Return the commands that tell the ranks below `worker` not to wait for `worker`, which has left the round.
 
-        A member that has not lost its connection still counts as running, because it may still write.
+        If its connection is not lost, the member still counts as running, because it may still write.
         """
         if worker not in self._running:
             return ()
@@ -257,8 +257,8 @@ class RelayDelivery(Delivery):
     def pop_incomplete(self) -> tuple[bool, frozenset[Link]]:
         """Return whether this is the first call after the relay, and the links that the relay left incomplete.
 
-        Clear the record of these links. The round writes them directly. After the first call, this write does not count
-        towards `ControlConfig.max_rewrites`; see `Delivery.pop_incomplete`.
+        Clear the record of these links. The round then writes them directly. The write that follows the first call does
+        not count towards `ControlConfig.max_rewrites`; see `Delivery.pop_incomplete`.
         """
         is_unseen, missed = self._is_unseen, frozenset(self._missed)
         self._is_unseen, self._missed = False, set()

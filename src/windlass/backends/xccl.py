@@ -117,7 +117,7 @@ class GroupDelivery(Delivery):
         version: int,
         deadline_s: float,
     ) -> list[Order]:
-        """Return a command to receive for each destination, followed by a command to write for each source.
+        """Return one `Receive` for each destination, followed by one `Write` for each source.
 
         A source broadcasts to all its active destinations, including destinations that already have the bytes. The
         round does not wait for the answers of the destinations, because VERIFY checks the bytes. For arguments see
@@ -196,7 +196,7 @@ class CollectiveSender:
         return self._offer
 
     def carry_out(self, command: Command, round_id: RoundId) -> Result | None:  # noqa: ARG002
-        """Carry out `JoinGroups`: join the group that this rank offered, see `join`.
+        """Carry out `JoinGroups`: join the group that this rank offered. See `join`.
 
         Raises:
             ProtocolError: the command is not `JoinGroups`.
@@ -342,7 +342,7 @@ class CollectiveReceiver:
         return self._destination.unaddressed_binding(PeerEndpoint("xccl", self._host, ""))
 
     def carry_out(self, command: Command, round_id: RoundId) -> Result | None:  # noqa: ARG002
-        """Carry out `JoinGroups` or `Receive`, see `join` and `receive`.
+        """Carry out `JoinGroups` or `Receive`. See `join` and `receive`.
 
         Raises:
             ProtocolError: the command is neither `JoinGroups` nor `Receive`.
@@ -504,7 +504,7 @@ class Load:
 def cut_buckets(
     manifest: ShardManifest, programs: Iterable[LinkProgram], capacity_nbytes: int
 ) -> tuple[tuple[BucketPart, ...], tuple[int, ...]]:
-    """Cut the parameter bytes that a trainer rank sends into buckets.
+    """Divide among buckets the parameter bytes that a trainer rank sends.
 
     Args:
         manifest: layout of the rank's parameters.

@@ -684,7 +684,7 @@ class LiveTensors:
             return self._located
 
     def _as_described(self, index: int, tensor: torch.Tensor | None) -> torch.Tensor | None:
-        """Return the local part of a tensor, after a check that its layout is the same as at connect time.
+        """Check that a tensor has the same layout as at connect time, and return its local part.
 
         A tensor that engines do not get may change. If its layout has changed, or its memory is freed, return None.
 

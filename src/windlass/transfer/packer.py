@@ -155,7 +155,7 @@ class Packer:
         self.slot.fit(capacity)
 
     def abandon(self, *, renew: bool = True) -> None:
-        """Abandon the arena, because a late write may still read it. With `renew`, allocate a new arena.
+        """Abandon the arena, because a late write may still send bytes from it. With `renew`, allocate a new arena.
 
         Raises:
             RegionError, TransferFailed: a new arena cannot be allocated.

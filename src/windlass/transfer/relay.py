@@ -484,7 +484,8 @@ class ChunkWriter:
         earlier = tuple(self._jobs)
 
         def end() -> None:
-            # The pool begins jobs in their order, so all earlier jobs already have threads. So this wait cannot block them.
+            # The pool starts jobs in order, so all earlier jobs have started. They need no further thread, and this wait
+            # cannot block them.
             wait(earlier)
             lost = any(job.exception() is not None for job in earlier)
             if self._sender is not None:
@@ -495,7 +496,7 @@ class ChunkWriter:
     def close(self) -> Carried:
         """Wait for all queued work, end the threads, and close the connection.
 
-        Log errors that no job has caught, and add them to `errors`.
+        Log the unexpected exceptions of jobs, and add them to `errors`.
 
         Returns:
             The bytes written, and the seconds from the first to the last write.

@@ -152,7 +152,7 @@ class Sender:
     def connect(
         self, plan: TransferPlan, bindings: Sequence[DestinationBinding]
     ) -> GroupOffer | None:
-        """Bind a plan part instead of all earlier links; see `SenderBinding.connect`. Return None: no group is needed."""
+        """Replace all earlier links by those of a plan part; see `SenderBinding.connect`. Return None: no group is needed."""
         with self._lock:
             self._forget()
             self._binding.connect(plan, bindings)
@@ -290,8 +290,8 @@ class Sender:
     def failed(self, name: str, error: BaseException, arena: Buffer | None) -> LinkOutcome:
         """Return the outcome of the link to `name` after its write raised `error`.
 
-        If the error leaves the outcome of the write unknown, abandon `arena` (or the replica), which the write may
-        still read.
+        If the error leaves the outcome of the write unknown, abandon the memory that the write may still read. This
+        memory is the replica if there is one, and otherwise `arena`.
         """
         status, reason = status_of(error), f"{type(error).__name__}: {error}"
         if not isinstance(error, WindlassError):

@@ -76,7 +76,7 @@ class SenderBinding:
         self.links = SentLinks(own.digest_kind, stored_by if self.writes else None)
 
     def connect(self, plan: TransferPlan, bindings: Sequence[DestinationBinding]) -> None:
-        """Bind a plan part (`TransferPlan.parts`) instead of all earlier links. Allocate and register the arena.
+        """Replace all earlier links by those of a plan part (`TransferPlan.parts`). Allocate and register the arena.
 
         Raises:
             PlanError: the plan was made for another layout, a destination has no binding, or the arena is too small:

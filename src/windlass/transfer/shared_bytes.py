@@ -61,7 +61,7 @@ def _overlapping(manifest: ShardManifest, addresses: Sequence[int]) -> Iterator[
 def _collide(manifest: ShardManifest, addresses: Sequence[int], row: int, other: int) -> bool:
     """Return whether two shards (rows of the manifest's table) store different elements in the same bytes.
 
-    Return False for large strided shards, see `_MOST_ELEMENTS`.
+    Return False for large strided shards. See `_MOST_ELEMENTS`.
     """
     table = manifest.table
     bases = [addresses[int(table.parameter[r])] + int(table.offset_bytes[r]) for r in (row, other)]

@@ -123,7 +123,7 @@ class SourceMemory:
         Raises:
             PlanError: the plan was made for another layout or quantises; a destination has no binding; or the
                 parameters cannot be located, see `locate`.
-            BindingsRefused: a destination's parameters are in host memory and this rank's on a GPU, or the reverse.
+            BindingsRefused: this rank's parameters are on a GPU and a destination's are in host memory, or vice versa.
         """
         self.close()
         check_part(self.manifest, plan.sources, plan.source_digests, "sources")

@@ -195,7 +195,7 @@ class StoredLinks:
             self._mapper.keep_mapped(())
 
     def _load(self, sources: UInt64Array) -> None:
-        """Build and upload the tables of links without tables. `sources`: (num_parameters,) addresses to read."""
+        """Build and upload the tables of links that have none. `sources`: (num_parameters,) addresses to read."""
         links: dict[str, DeviceLink] = {}
         with ExitStack() as undo:
             for peer, (program, targets) in self._programs.items():

@@ -30,7 +30,7 @@ _DICTS = (torch.nn.ModuleDict, torch.nn.ParameterDict)
 
 
 def refuse_unmerged(modules: Sequence[torch.nn.Module], published: Collection[str]) -> None:
-    """Raise if the published parameters lack an adapter of a PEFT layer. Do nothing if PEFT is not imported.
+    """Raise if engines would compute other values than a PEFT layer of the trainer. Do nothing if PEFT is not imported.
 
     An adapter may be left out if it changes no value, such as a LoRA adapter with a `lora_B` of zeros.
 

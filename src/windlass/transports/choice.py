@@ -40,7 +40,7 @@ def choose_transport(
 
     Args:
         source: offers of the rank that writes.
-        destination: offers of the rank that is written.
+        destination: offers of the rank that gets the bytes.
         same_host: whether both ranks report the same host, PID namespace and network namespace, and connect to the
             controller from the same address.
         same_address: whether both ranks connect to the controller from the same address. A loopback address of the
@@ -83,7 +83,7 @@ def choose_transport(
 
 
 def unreachable_reason(endpoint: PeerEndpoint) -> str:
-    """Return the reason why other hosts cannot reach an endpoint (it is a loopback address); "" if they can."""
+    """Return an error text if an endpoint has a loopback address, which other hosts cannot reach; otherwise ""."""
     address = endpoint.address
     try:
         host = split_host_port(address)[0]

@@ -55,7 +55,7 @@ def connections_to(ports: frozenset[int]) -> frozenset[Connection]:
 def new_mark() -> int:
     """Return a number of SYN retries that marks the sockets of a library. It differs from the system's default.
 
-    Some libraries let the caller set this socket option and no other. All sockets that such a library opens or
+    Some libraries let the caller set no socket option except TCP_SYNCNT. All sockets that such a library opens or
     accepts then have this number, and `end_connections` can find them.
     """
     with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as fresh:

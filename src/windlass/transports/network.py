@@ -289,7 +289,7 @@ class NetworkPeer(ABC):
         try:
             outcome = self._follow(call, deadline)
             failure = None if outcome is Outcome.DONE else self._failure(call, outcome, deadline)
-        # After an interrupt or a similar exception, no thread follows the call, and bytes may still arrive.
+        # After an interrupt or a similar exception, no thread waits for the call, and bytes may still arrive.
         except BaseException:
             with self.lock:
                 self._given_up[call] = f"{deadline.purpose}: interrupted; bytes may still arrive"
@@ -369,7 +369,7 @@ class NetworkPeer(ABC):
         return False
 
     def _end(self, call: NativeCall) -> None:
-        """Record that no thread follows a call any more, and wake threads that wait for the end of calls."""
+        """Record that no thread waits for this call any more. Wake the threads that wait until no call is under way."""
         with self._ended:
             call.stop_waiting()
             self._under_way.discard(call)

@@ -122,7 +122,7 @@ def _divide(pieces: Pieces, total: int, num_parts: int) -> Iterator[Pieces]:
 
 
 def error_of(error: OSError, peer: PeerEndpoint, verb: str) -> WindlassError:
-    """Return the error of a transport for an error of a system call; `verb` is "write to" or "read from"."""
+    """Convert the error of a system call to an error of the transport. `verb` is "write to" or "read from"."""
     name = peer.transport
     match error.errno:
         case errno.ESRCH:

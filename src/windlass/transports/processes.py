@@ -156,7 +156,7 @@ class OwnProcess:
                 continue
             try:
                 self._serve_one(line)
-            # The system may have no thread left for the moment (RuntimeError). Later connections need this loop.
+            # Continue after any error, for example if no thread can be started, so that later connections are served.
             except Exception:  # noqa: BLE001
                 _log.exception("%s: a connection was not served", self.endpoint.transport)
                 line.close()

@@ -31,7 +31,7 @@ def share(jobs: Iterable[Callable[[], object]], threads: Executor, num_helpers: 
             error: BaseException | None = None
             try:
                 job()
-            # The caller raises the error, including an interrupt of this thread.
+            # `share` raises this error after all jobs have ended. The error may be an interrupt of this thread.
             except BaseException as found:  # noqa: BLE001
                 error = found
             with changed:

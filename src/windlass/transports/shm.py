@@ -316,7 +316,7 @@ class _PeerSegments:
 
 
 def _refers_to(path: str, target: str) -> bool:
-    """Return whether the symbolic link `path` exists and contains `target`."""
+    """Return whether `path` is a symbolic link to `target`."""
     with contextlib.suppress(OSError):
         return os.readlink(path) == target
     return False
@@ -342,7 +342,7 @@ def _open(path: str, target: str) -> _MappedSegment:
         # this process allocate any amount of memory.
         if found.st_blocks * 512 < found.st_size:
             raise RegionError(f"shm: the segment at {path} must have all of its pages")
-        # One pass over the page tables now replaces a page fault per page in the first write.
+        # MAP_POPULATE maps all pages now. Otherwise the first write would cause a page fault for each page.
         mapping = mmap.mmap(handle, 0, flags=mmap.MAP_SHARED | mmap.MAP_POPULATE)
     except (OSError, ValueError) as error:
         raise RegionError(f"shm: the segment at {path} cannot be mapped: {error}") from error

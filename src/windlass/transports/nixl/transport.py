@@ -129,7 +129,7 @@ def encode_keys(keys: Sequence[NixlKey]) -> str:
 
 
 def decode_keys(region: RemoteRegion) -> list[NixlKey]:
-    """Return the keys of a region, at least one.
+    """Return the keys of a region. The list is never empty.
 
     Raises:
         RegionError: the text of the keys is malformed.
@@ -356,7 +356,11 @@ class NixlPeer(NetworkPeer):
         return outcome is Outcome.DONE
 
     def _reconnect(self, connection: int, deadline: Deadline) -> None:
-        """Replace the connection with number `connection`, unless another thread has replaced it.
+        """Close a connection and open a new one. Do nothing if another thread has done so.
+
+        Args:
+            connection: number of the connection to close.
+            deadline: deadline of the wait for other writes to this peer.
 
         Raises:
             PeerUnreachable: other writes to this peer still run, or NIXL refuses to connect; nothing was sent.
@@ -435,7 +439,7 @@ class NixlTransport(NetworkTransport[NixlPeer]):
 
     @property
     def traits(self) -> TransportTraits:
-        """Traits of this transport. `one_sided` is False before the first write, because UCX has not chosen a wire."""
+        """Traits of this transport. `one_sided` is False until UCX chooses a wire at the first write."""
         wires = self._agent.log.put_wires()
         return TransportTraits(
             same_host=False,
