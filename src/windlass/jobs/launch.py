@@ -250,7 +250,7 @@ async def _run_in(
 
 
 def _check_last_update(summary: JobSummary, version: int) -> None:
-    """Raise WindlassError if `version`, the job's last version, was not published, unless a signal stopped the job.
+    """Raise WindlassError if no signal stopped the job and its last version, `version`, was not published.
 
     With replicas, the last update may end while the job closes the ranks. No other code checks the result of this
     update.
@@ -407,7 +407,7 @@ class Job:
             # Write the report, also for a failed job, while engines and trainers are still connected.
             self._write_report()
             self._logs.close()
-            # A rank that still executes a call does not read further commands, such as `Stop`.
+            # While a rank executes a call, it does not read the command `Stop`. So do not wait long for this rank.
             in_call = not work.done()
             for task in (work, *others):
                 task.cancel()
@@ -424,7 +424,7 @@ class Job:
             try:
                 await ranks_end
                 if rollouts is not None:
-                    # The recipe may still use the engines, which serve the last version.
+                    # Call the recipe before the engines end: it may use them, and they serve the last version.
                     await self._call_ended(self._summary(rollouts))
             finally:
                 # Only pause the rollout controller here, and close it after the workers have ended. An ending worker

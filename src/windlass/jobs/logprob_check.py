@@ -57,8 +57,8 @@ class LogprobCheck:
     def metrics(self) -> dict[str, float]:
         """Return the metric `LOGPROB_DIFFERENCE`, the mean |trainer's - engine's logprob| per token of compared samples.
 
-        Return no metric if no sample was compared: no forward pass contained a whole sample, or the trainer cannot
-        compute the engines' distribution from the sampling parameters.
+        Return an empty mapping if no sample was compared. This happens if each forward pass had only parts of samples, or
+        if the trainer cannot compute the engines' distribution from the sampling parameters.
         """
         if not self.distances:
             return {}

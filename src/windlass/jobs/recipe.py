@@ -111,7 +111,7 @@ class Recipe(ABC):
         return True
 
     def accepts(self, rollout: Rollout) -> bool:  # noqa: ARG002 - as above
-        """Return whether to score an answer of a group. For example, refuse an answer that was cut off. Runs in a thread.
+        """Return whether the recipe accepts an answer, for example False if the answer was cut off. Runs in a thread.
 
         For each answer that the recipe does not accept, an engine generates a new answer, at most
         `rollout.max_rejections` times.

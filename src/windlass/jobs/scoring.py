@@ -99,7 +99,7 @@ class Scoring:
         """Return the samples of the groups of one step, or None if too few tasks are left for a step.
 
         If the recipe returns no samples for a group, the group is declined, and another group takes its place.
-        The wait for enough complete groups may take `batch_deadline_s`, and the scoring of each group may take as long.
+        `batch_deadline_s` limits the wait for enough complete groups, and separately the scoring of each group.
 
         Args:
             producer: asyncio task that submits the recipe's tasks, and ends after the last task.
@@ -293,7 +293,7 @@ class Scoring:
         """Return the group with the rewards of the scorer; None if rollouts could not be scored and are replaced."""
         if self._scorer is None:
             return group
-        # Only a group's first scores count for the share of failures. Later scores belong to answers that replace
+        # Count failures only when a group is scored for the first time. Later scores belong to answers that replace
         # answers without a reward.
         is_first = group.group_id not in self._rewards
         known = self._rewards.pop(group.group_id, {})

@@ -250,9 +250,9 @@ class ShardCheckpointEngine(CheckpointEngine):  # type: ignore[misc]  # verl has
         return {"metrics": metrics, "left_out": dict(sent.left_out)}
 
     def _free(self, engine: BaseEngine, gpu: int) -> None:
-        """Free the copies, and offload the actor if verl is configured to (`param_offload`). Idempotent.
+        """Free the copies, and offload the actor's parameters if verl's `param_offload` is set. Idempotent.
 
-        During an update, the trainer client calls this in a thread of its own, before servers allocate their KV caches.
+        During an update, a thread of the trainer client calls this method before servers allocate their KV caches.
         """
         if self._shards.is_free:
             return
@@ -331,8 +331,8 @@ class ShardCheckpointManager(CheckpointEngineManager):  # type: ignore[misc]
     async def update_weights(self, global_steps: int | None = None) -> dict[str, float]:
         """Publish the actor's current weights to every replica in one transaction.
 
-        Replicas on the actor's GPUs may sleep: the update wakes their weights, fills them, lets the actor offload its
-        parameters if verl is configured to, and then wakes the KV caches.
+        Replicas on the actor's GPUs may sleep. The update wakes their weights, fills the weights, lets the actor offload
+        its parameters if verl's `param_offload` is set, and then wakes the KV caches.
 
         Args:
             global_steps: step with which verl labels tokens after the update; None to keep the current label.

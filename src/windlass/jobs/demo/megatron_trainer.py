@@ -68,7 +68,7 @@ def megatron_config(config: Any, tensor_parallel: int) -> TransformerConfig:
 def build_chunk(
     config: Any, settings: TransformerConfig, *, first: bool, last: bool, stage: int | None = None
 ) -> torch.nn.Module:
-    """Build a model chunk from Megatron's layer classes that need neither Apex nor Transformer Engine.
+    """Build a model chunk from Megatron's own layer classes, which work without Apex and Transformer Engine.
 
     Args:
         config: transformers configuration of the model.

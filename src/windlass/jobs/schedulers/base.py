@@ -323,7 +323,7 @@ class Scheduler:
         """Return a new process, not started yet, with the reservation that it uses; see `start`."""
         if not spec.colocate_with:
             for other in self._processes.values():
-                # An earlier process of this name made the reservation, and `other` still runs in it.
+                # `other` runs in the reservation of an earlier process of this name. Use this reservation again.
                 if other.reserved.name == spec.name and not other.ended.is_set():
                     spec.check_place(other.reserved)
                     return _Process(spec, other.reservation, other.reserved)
@@ -347,7 +347,7 @@ class Scheduler:
             process.ended.set()
 
     async def wait_healthy(self, name: str, *, deadline_s: float) -> ProcessStatus:
-        """Wait until the process has left the queue and runs. Its program may still load and not serve yet.
+        """Wait until the process has left the queue and runs. Do not wait until its program serves.
 
         Raises:
             PeerTimeout: the process is still queued after `deadline_s`.

@@ -201,9 +201,9 @@ class LocalBackend(ClusterBackend):
             self._temporary.cleanup()
 
     async def mark(self) -> Mapping[str, str]:
-        """Start the watchdog if it does not run yet; return the environment variable that marks processes for it.
+        """Start the watchdog if it does not run yet; return the environment variable that marks processes.
 
-        The watchdog kills the processes with this variable. Return no variable if the backend is not watched.
+        The watchdog kills every process that has this variable. Return no variable if the backend is not watched.
 
         Raises:
             PeerTimeout: the watchdog did not start within `START_DEADLINE_S`.
