@@ -52,7 +52,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Parse `argv`, run one sub-command, return the exit status.
 
     A `WindlassError` is printed as one line, followed by its notes and advice. If a package is missing, the command
-    that installs it is printed. Any other exception is a defect of Windlass and propagates.
+    that installs it is printed. On Ctrl-C, the exit status is 130. Any other exception is a defect of Windlass and
+    propagates.
     """
     arguments = list(sys.argv[1:] if argv is None else argv)
     chosen = next((word for word in arguments if not word.startswith("-")), "")
@@ -126,7 +127,7 @@ def _unknown_options(words: Sequence[str], parser: argparse.ArgumentParser) -> s
 
 
 def full_parser() -> argparse.ArgumentParser:
-    """Return a parser with the options of all commands, except plugins that cannot be imported."""
+    """Return a parser for all commands. If the package of a plugin cannot be imported, its command has no options."""
     parser, subparsers = _empty_parser()
     for name in COMMANDS.names():
         summary = _summary(name)

@@ -237,9 +237,13 @@ class Interruptible(Protocol):
     """Half of a backend that can end a running command early."""
 
     def interrupt(self, command: Command | None, round_id: RoundId | None) -> None:
-        """End the command that runs now, if `command` demands it. The thread of the connection calls this method.
+        """End the command that runs now, if the new command demands it or the connection has ended.
 
-        `command` and `round_id`: the command that has just arrived, and its round; None if the connection has ended.
+        The thread of the connection calls this method.
+
+        Args:
+            command: command that has just arrived; None if the connection has ended.
+            round_id: round of this command; None if the connection has ended.
         """
         ...
 
@@ -254,7 +258,7 @@ class Listens(Protocol):
 
 
 def carry_out(half: object, command: Command, round_id: RoundId) -> Result | None:
-    """Make one half of a backend carry out a command: the sender of a trainer rank, or the receiver of an engine rank.
+    """Make a backend's sender (on a trainer rank) or receiver (on an engine rank) carry out a command.
 
     Raises:
         ProtocolError: the backend has no such command.

@@ -272,8 +272,8 @@ class FleetBinder:
     def _find_unused(self) -> frozenset[str]:
         """Return the trainer tensors that no engine has; an empty set if the sources are engines.
 
-        A tensor counts as used if some engine has had it since these trainers connected. If this engine is lost, the
-        tensor still counts as used, so the other engines still get updates.
+        A tensor counts as used if some engine has had it since these trainers connected. The loss of this engine does not
+        change that: otherwise the ManifestError would stop the updates of the other engines.
 
         Raises:
             ManifestError: an unused tensor matches no pattern of `allow_unused`.
@@ -510,8 +510,8 @@ class FleetBinder:
     def _unbound(self, failed: Mapping[str, Result | WindlassError], what: str) -> EnginesUnbound:
         """Return the error for engine ranks whose call failed. `what`: text for the failure, such as "did not join".
 
-        The error has a reason for each engine to refuse and for each late rank. If all failed ranks have lost their
-        connections, the error's text names one of these ranks.
+        The error has a reason for each engine that must be refused, and for each rank that did not answer in time. If all
+        failed ranks have lost their connections, the error's text names one of these ranks.
         """
         refusals, late, gone = {}, {}, ""
         for worker, result in failed.items():

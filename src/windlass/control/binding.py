@@ -117,7 +117,7 @@ class Binding:
     def part_for(
         self, trainers: frozenset[Identity], engines: Mapping[str, frozenset[Identity]]
     ) -> Binding | None:
-        """Return the part of the binding that is still valid: its engines with unchanged processes.
+        """Return the part of the binding that is still valid: the engines whose processes have not changed.
 
         Args:
             trainers: processes of the trainers.

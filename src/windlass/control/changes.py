@@ -55,8 +55,8 @@ class Changes:
         """Wait until `holds()` returns True.
 
         Args:
-            holds: function that checks the condition; called at once and after every `notify`. `until` passes its
-                exceptions on to the caller.
+            holds: function that checks the condition; called at once and after every `notify`. If `holds` raises an
+                exception, `until` raises it too.
             deadline_s: seconds to wait.
             message: function that returns the text of the PeerTimeout; called at the deadline.
 

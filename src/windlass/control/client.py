@@ -173,8 +173,8 @@ class TrainerChannel(AgentChannel):
     def announce(self, version: int, deadline_s: float) -> UpdateReport:
         """Announce `version`, and return the report of its round.
 
-        The trainer must keep its weights unchanged until this method returns. After any exception, the announcement is
-        withdrawn: if its round has not begun, the controller no longer begins it.
+        The trainer must keep its weights unchanged until this method returns. After any exception, this method withdraws
+        the announcement, so that the controller begins no round for it.
 
         Raises:
             PeerTimeout: no report arrived within `deadline_s`. If the round has begun already, it continues. The
@@ -245,8 +245,8 @@ class TrainerChannel(AgentChannel):
     def withdraw(self, announced: Announcement) -> bool:
         """Withdraw an announcement, so that the controller begins no round for it. Return False if the session has ended.
 
-        If there is no connection, `send` sends nothing. The controller drops an agent's announcement when the connection
-        ends.
+        Without a connection, nothing is sent. This is enough, because the controller drops an agent's announcement when
+        the agent's connection ends.
         """
         with self._lock:
             if self.announced is announced:

@@ -103,8 +103,8 @@ class Connector:
     async def bind_ahead(self) -> None:
         """Bind the fleet now if its ranks have changed, so that the next round need not do this; see `ensure_bound`.
 
-        Do nothing if not all trainer ranks are connected, or if no engine is writable. If the binding fails, only log
-        the error: the next round binds again. If the reason is the plan or the configuration, also store the error in
+        Do nothing if a trainer rank is missing, or if no engine is writable. If the binding fails, log the error and do
+        not raise it: the next round binds again. If the plan or the configuration is wrong, store the error in
         `Members.unbindable`, so that callers of `wait_for_version` fail.
         """
         trainers = self._fleet.trainers()
@@ -262,7 +262,8 @@ class Connector:
     def note_carried(self, carried: Mapping[Link, Carried]) -> None:
         """Store the traffic of the last round, for `describe_links`: link -> bytes and seconds.
 
-        Figures of links that were not used in this round stay. Figures of links that are not in the binding are dropped.
+        Keep the earlier figures of links that this round did not use. Drop the figures of links that are not in the
+        binding.
         """
         known = {} if self.binding is None else self.binding.transports
         both = {**self._carried, **carried}

@@ -328,7 +328,8 @@ class Coordinator:
     def _lost(self, agent: Agent, reason: str, *, ended: bool) -> None:
         """Drop the publish request of an agent that has lost its connection, and stop repeating commands to it.
 
-        Also reset the attempts to bring its engine up, and queue an `AgentLost` event for the running round.
+        Also reset the count of failed attempts to bring up its engine, and queue an `AgentLost` event for the running
+        round.
 
         `ended` says whether the agent's process, not the controller, closed the connection.
         """

@@ -281,9 +281,9 @@ class EngineAgent:
             self._receiver.interrupt(command, RoundId(epoch, round_number))
 
     def close(self) -> None:
-        """Close the halves of all backends and this rank's receiver.
+        """Close this rank's receivers of all backends, and its sender for catch-ups.
 
-        The backends leave their collective groups and free their GPU memory. Idempotent.
+        The receivers leave their collective groups and free their GPU memory. Idempotent.
         """
         for half in self._driven.values():
             half.close()

@@ -100,8 +100,8 @@ class HeldWeights:
     def check_version(self, version: int) -> None:
         """Check that this rank can still send `version`: its weights have not changed, or the replica has a copy of them.
 
-        The controller also requests a version that was published before, if no engine serves it any more. The trainer may
-        have changed its weights after the first round. If it has released the version and has not changed its weights,
+        If no engine serves the published version any more, the controller requests this version again. The trainer may
+        have changed its weights since the first round. If it has released the version and has not changed its weights,
         let the replica copy the weights again.
 
         Raises:

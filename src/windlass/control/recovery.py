@@ -216,11 +216,11 @@ class CatchUps:
         self._failed(trainers.name, attempts, trainers.identities, report.reason)
 
     def lost(self, agent: Agent, *, ended: bool) -> None:
-        """Reset the failed attempts of an engine (or of the trainers) after one of its ranks has lost its connection.
+        """Reset the count of failed attempts of a group that has lost the connection of one of its ranks.
 
-        While the lost rank may still be writing, its hold keeps rounds from writing to its destinations. If `ended` is True
-        for an engine rank, also start a task that drops this hold after the deadline of writes, unless the process has
-        connected again (`presume_ended`).
+        If the lost rank has not answered a write, its hold excludes the destinations of this write from rounds. If `ended`
+        is True for an engine rank, also start a task that drops this hold after the deadline of writes, unless the process
+        has connected again (`presume_ended`).
 
         Args:
             agent: the rank.

@@ -139,7 +139,7 @@ class RoundRunner:
     async def finish(self, driver: RoundDriver) -> UpdateReport:
         """Drive a round to its end, record its outcome in the fleet and in the journal, and return the report.
 
-        If the round was to publish a new version, the report also contains signs of a mistake (`Suspicions`).
+        For a new version, the report also contains signs of a mistake in the training (`Suspicions`).
         """
         try:
             finish = await driver.run()

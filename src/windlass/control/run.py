@@ -97,8 +97,8 @@ class Run:
         """Update epoch and published version from the Hello of an admitted agent.
 
         If an agent of this run serves a newer version that is not above `reserved`, record that this version is published.
-        A controller without a journal file also accepts a version of another run, but only from a trainer, because an
-        engine may have served an unrelated run. Once such a controller has bound a plan, it ignores versions of other runs.
+        A controller without a journal file accepts a trainer's version of another run, until the controller has bound a
+        plan. No controller accepts such a version from an engine, because the engine may have served an unrelated run.
         """
         # An agent refuses epochs below the highest that it has received from any controller.
         epoch = max(self.round_id.epoch, hello.epoch)

@@ -109,9 +109,10 @@ class TrainerBinding:
         self.sender.change_links(plan, command.bindings, command.gone)
 
     def _note_read(self, plan: TransferPlan) -> None:
-        """Record the parameters that a plan reads, and pass the record to the callback `TrainerWeights.read`.
+        """Record the parameters that a plan reads.
 
-        The callback gets the indices of all parameters that this rank sends or compares with other ranks.
+        Then call `TrainerWeights.read` with the indices of all parameters that this rank sends or compares with other
+        ranks.
         """
         self._read.update(np.unique(plan.ops.src_parameter).tolist())
         compared = self._held.note_read(self._read)

@@ -9,7 +9,7 @@ from windlass.wording import listed
 
 
 def too_large(trainers: Iterable[Hello], engines: Iterable[Hello]) -> Mapping[str, str]:
-    """Return the engines whose update cannot fit into the memory that they share: name -> reason.
+    """Return the engines whose update cannot fit into the memory that they share with trainers: name -> reason.
 
     This checks two moments of an update. While an engine reads new weights, the trainer's weights are in memory too. After
     the trainer's `release`, the engine maps its caches. Memory of other libraries is not known, so an update that passes

@@ -73,7 +73,7 @@ def parts_of(
     """Join lines of elements into boxes. Return the boxes of each checkpoint tensor.
 
     Args:
-        codes: numbers of the elements.
+        codes: numbering of the checkpoint's elements.
         numbers: (n,) element number at which each line starts.
         places: (n,) place at which each line starts.
         limit: maximum number of boxes per tensor.
@@ -212,7 +212,7 @@ class ElementIds:
         """Return the element numbers of the corresponding tensor in another, identical layer.
 
         Args:
-            codes: numbers of the elements.
+            codes: numbering of the checkpoint's elements.
             tensors: indices in `codes.specs` of the checkpoint tensors of this layer.
             by: number to add to these indices to get the checkpoint tensors of the other layer. Corresponding tensors
                 have the same size. Elements of checkpoint tensors outside `tensors` keep their numbers.
@@ -230,9 +230,9 @@ class ElementIds:
         return found
 
     def is_consistent(self) -> bool:
-        """Return whether the sampled rows are enough to find the pattern of every group of rows with checkpoint elements.
+        """Return whether the sampled rows give the pattern of every group of rows.
 
-        A sampled row is enough for its group if the first place of the row has a checkpoint element.
+        A group with checkpoint elements needs a sampled row with a checkpoint element at its first place.
         """
         filled = (self._heads >= 0).any(dim=1)
         sampled = (self._samples[:, :, 0] >= 0).any(dim=1)
@@ -344,7 +344,7 @@ class ElementIds:
         chosen tensor. Call `check` first, as for `parts`.
 
         Args:
-            codes: numbers of the elements.
+            codes: numbering of the checkpoint's elements.
             shape: shape of this tensor, which must be contiguous.
             chosen: indices in `codes.specs`.
             limit: largest number of boxes.

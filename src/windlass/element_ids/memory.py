@@ -64,7 +64,7 @@ def _signed(number: int) -> int:
 def _words_of(memory: torch.Tensor) -> torch.Tensor:
     """View a tensor as int64 if its size is a multiple of 8 bytes; otherwise view each element as an integer.
 
-    If an int64 view is impossible because the memory is not aligned to 8 bytes, return a copy.
+    If the memory is not aligned to 8 bytes, return an int64 view of a copy.
     """
     if memory.nbytes % 8 or memory.element_size() == 8:
         return bits_of(memory)

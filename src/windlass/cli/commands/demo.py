@@ -344,8 +344,8 @@ def _pause_mode(args: argparse.Namespace) -> PauseMode:
     update.
     """
     if args.colocate:
-        # Requests lose their KV cache in each turn. The embedded engine can prefill them again
-        # after the update.
+        # Engines free the KV cache before each optimiser step. After the update, the embedded
+        # engine can prefill its requests again.
         return PauseMode.RETRACT if args.engine == "embedded" else PauseMode.ABORT
     keeps = args.device == "cuda" and args.engine == "vllm"
     return PauseMode.IN_PLACE if keeps else PauseMode.ABORT

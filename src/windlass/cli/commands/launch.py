@@ -76,7 +76,7 @@ def _checked_config(file: Path, *, runs_recipe: bool) -> LaunchConfig:
             partial(check_host, config),
         ]
         if runs_recipe and Path(config.recipe.file).is_file():
-            # Reading the token removes it from the environment, where the user's recipe could find it.
+            # Read the token before the user's recipe runs: reading removes it from the environment.
             secret_value(TOKEN_VARIABLE)
             checks += [partial(check_recipe, config), partial(check_rewards, config)]
         check_all(checks, mistakes)

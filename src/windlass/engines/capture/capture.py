@@ -115,8 +115,8 @@ def capture(
         reference: checkpoint that the engine loaded when it started. Capture loads this checkpoint again, and checks
             that the model then has the same bytes as before the capture. A loader that skips steps in a second load
             (such as repacking for a kernel) fails this check. Capture loads only one layer of each group of identical
-            layers, and compares `NUM_SAMPLES` places per tensor of the other layers with the checkpoint. None to check
-            nothing.
+            layers, and compares `NUM_SAMPLES` places per tensor of the other layers with the checkpoint. If `reference`
+            is None, capture makes no such check.
         exact_numel: number of elements up to which capture reads every place of a tensor. In a larger tensor, capture
             first reads only the first place of each row, and whole sample rows (see `ElementIds`).
         factors: constants by which the engine's loader may multiply a tensor. For such a tensor, updates write a buffer,
@@ -243,7 +243,7 @@ def capture_on_every_rank(
     """Capture and return this rank's layout. If the capture fails on one rank, raise an error on every rank. Collective.
 
     If only the failed rank raised an error, then only this rank would capture again at the next join. Its loader might
-    wait for the loaders of the other ranks, which reuse their layouts.
+    wait for the loaders of the other ranks, but these ranks would reuse their layouts and load nothing.
 
     Args:
         capture: function that captures this rank's layout.
@@ -702,9 +702,9 @@ def _require_repeated(
 ) -> frozenset[str]:
     """Load the engine's own checkpoint again, and check that the model has the same bytes as before the capture.
 
-    If `layers` is given, load only one layer of each group of identical layers; if the loader fails on this part of the
-    checkpoint, load all of it. If `part` is given, then compute the computed tensors again, as an update does, and check
-    the bytes of these tensors too.
+    If `layers` is given, load only one layer of each group of identical layers; if the loader fails without the other
+    layers, load the whole checkpoint. If `part` is given, also recompute the computed tensors, as an update does, and
+    check the bytes of these tensors.
 
     Returns:
         Names of the tensors that were not compared, because their layers were not loaded.

@@ -199,7 +199,7 @@ class Captured:
             self.later.refill()
 
     def look(self) -> None:
-        """Search for values that the engine has computed from weights since the capture or the last call.
+        """Search for values that the engine has computed from weights since the capture or the previous search.
 
         Call this while the engine is quiesced, and before the next version writes into the weights.
 
@@ -383,8 +383,8 @@ _HALVES = (DType.BFLOAT16, DType.FLOAT16)
 def _received_dtype(name: str, holding: Holding, parts: Parts) -> DType:
     """Return the dtype that updates send for a tensor.
 
-    Usually this is the dtype of the engine's tensor. But neither bfloat16 nor float16 can represent all values of the
-    other. So if one tensor is bfloat16 and the other is float16, updates send the dtype of the checkpoint tensor.
+    Usually this is the dtype of the engine's tensor. If the engine's tensor is bfloat16 and its checkpoint tensor is
+    float16, or the reverse, updates send the checkpoint's dtype: each of the two dtypes lacks values of the other.
 
     Raises:
         UnsupportedLayout: the checkpoint's dtype is needed, but the checkpoint tensors have several dtypes.
@@ -456,9 +456,10 @@ def _add_parameter(
 def _aliases(name: str, tensor: str, tied: frozenset[str]) -> set[str]:
     """Return the other names under which a checkpoint may have a tied parameter, such as the output matrix.
 
-    These are the other names of the parameter in the engine, but with the prefix of the checkpoint's names. For example,
-    `name` is `model.embed.weight`, `tensor` is `embed.weight`, and `tied` also has `model.head.weight`. The checkpoint
-    may then have `head.weight`.
+    The engine and the checkpoint use different prefixes. Take the parameter's other names in the engine, and replace the
+    engine's prefix with the checkpoint's. For example, `name` is `model.embed.weight`, `tensor` is `embed.weight`, and
+    `tied` also has `model.head.weight`. The engine's prefix is then `model.`, and the checkpoint's prefix is empty, so
+    return `head.weight`.
 
     Args:
         name: name of the parameter in the engine.
@@ -492,7 +493,8 @@ def _repack(
 
     Raises:
         UnsupportedLayout: capture has not read every place of the parameter, or a checkpoint tensor has more than
-            `MAX_BOXES` boxes in the buffer, or the buffer needs the checkpoint's dtype and there are several dtypes.
+            `MAX_BOXES` boxes in the buffer, or the buffer needs the checkpoint's dtype and the parameter's checkpoint
+            tensors have several dtypes.
     """
     if not numbers.by_place:
         raise UnsupportedLayout(

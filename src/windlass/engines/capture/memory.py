@@ -189,7 +189,7 @@ def has_memory(tensor: torch.Tensor) -> bool:
 
 
 def _writable(node: Node) -> torch.Tensor | None:
-    """Return a tensor that shares memory with the object of a node: a tensor, an array or a storage.
+    """Return a tensor that shares memory with a node's object (a tensor, an array or a storage).
 
     Return None for any other object, and for read-only memory.
     """
@@ -342,7 +342,7 @@ class Watched:
         return self._reach
 
     def settle(self) -> None:
-        """From now on, ignore new tensors of kind HELD, which are not direct members of a module.
+        """From now on, ignore new tensors of kind HELD (tensors that are not direct members of a module).
 
         During a load, an engine's loader may keep temporary tensors in objects other than modules.
         """

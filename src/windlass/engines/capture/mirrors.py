@@ -293,7 +293,7 @@ def _nearest(holding: Holding, sources: Iterable[Holding]) -> list[Holding]:
 
 
 def _varies(tensor: torch.Tensor) -> bool:
-    """Return whether the first 64 rows of a tensor contain more than one distinct value."""
+    """Return whether a tensor's first 64 rows (of these, the first 65,536 elements) have more than one distinct value."""
     some = tensor.detach()
     some = _comparable(some.reshape(1, 1) if not some.dim() else some[:64].reshape(-1)[: 1 << 16])
     return bool((some != some.reshape(-1)[0]).any())
@@ -345,8 +345,8 @@ def _forms(tensor: torch.Tensor, width: int | None = None) -> Iterator[torch.Ten
 def _mirror(holding: Holding, sources: list[Holding]) -> Mirror | None:
     """Return the mirror that fills a tensor from weights, or None if the tensor is not a mirror.
 
-    First compare whole rows with the rows of all weights. If this fails, use only the weights whose names are most
-    similar: compare a vector with pieces of these weights, and a matrix with their submatrices.
+    First compare whole rows with the rows of all weights. If this finds no mirror, use only the weights whose names are
+    most similar to the tensor's name: compare a vector with pieces of these weights, and a matrix with their submatrices.
     """
     for rows in _forms(holding.tensor):
         if rows.shape[1] >= FEW and (found := _from_rows(holding, rows, sources)):
@@ -370,7 +370,7 @@ def _spread(size: int, count: int, like: torch.Tensor) -> torch.Tensor:
 
 
 def _from_rows(holding: Holding, rows: torch.Tensor, sources: list[Holding]) -> Mirror | None:
-    """Return a mirror if every nonzero row equals a row of a weight, and the copied rows look like a slice; else None.
+    """Return a mirror if every nonzero row equals a row of a weight, and `_is_slice` accepts the rows; else None.
 
     Compare a few elements of three rows first, because most tensors are not mirrors.
     """
@@ -397,8 +397,8 @@ def _from_all_rows(
 ) -> Mirror | None:
     """Search the matrices of `alike` for every nonzero row of `rows`, and return the mirror.
 
-    `alike` has pairs of a weight and a matrix view of it, as wide as `rows`. Return None if a row is missing from all matrices, or if
-    the rows found in one matrix do not look like a slice.
+    `alike` has pairs of a weight and a matrix view of it, as wide as `rows`. Return None if a row is missing from all
+    matrices, or if `_is_slice` refuses the rows found in one matrix.
     """
     missing = (_comparable(rows) != 0).any(1)
     parts: list[Part] = []
