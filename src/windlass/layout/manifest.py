@@ -432,7 +432,8 @@ def _refuse_folded(manifest: ShardManifest) -> None:
     strides = np.where(table.sizes == 1, 0, np.abs(table.strides_bytes))
     order = np.argsort(strides, axis=1)
     sizes, steps = (np.take_along_axis(each, order, 1) for each in (table.sizes, strides))
-    # Elements along a dim share no bytes if the dim's stride is at least the extent of all dims with smaller strides.
+    # Elements along a dim share no bytes if the dim's stride is at least the number of bytes that the dims with smaller
+    # strides span together.
     extents = itemsizes[:, None] + np.cumsum((sizes - 1) * steps, axis=1)
     inner = np.concatenate((itemsizes[:, None], extents[:, :-1]), axis=1)
     for row in np.flatnonzero(((sizes > 1) & (steps < inner)).any(axis=1)).tolist():

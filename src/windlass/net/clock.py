@@ -37,7 +37,7 @@ class Deadline:
     def check_before_more(self) -> None:
         """Raise `TransferFailed` if the deadline has passed.
 
-        Call this between two pieces of work, when no write is running: the error says that no bytes will arrive later.
+        Call this only while no write is running, because `TransferFailed` means that no bytes will arrive later.
         """
         if time.monotonic() > self.at_s:
             raise TransferFailed(f"{self.purpose}: deadline of {self.seconds} s passed")

@@ -129,7 +129,7 @@ class Listener:
         self._server: asyncio.AbstractServer | None = None
 
     async def start(self) -> None:
-        """Start to accept connections, which then wait for their first request."""
+        """Start to accept connections."""
         logging.getLogger("asyncio").addFilter(_accept_errors)
         self._server = await asyncio.get_running_loop().create_server(
             lambda: _Accepted(self._on_accepted), sock=self._socket, backlog=BACKLOG
@@ -160,7 +160,7 @@ class Listener:
     def _on_accepted(self, transport: asyncio.Transport, accepted: _Accepted) -> None:
         """Record a new connection as a stranger, with a timer that drops it, and pass it to aiohttp or begin its TLS handshake.
 
-        If there are too many strangers, or only reserved file descriptors are left, first drop strangers.
+        If there are too many strangers, or the connection has a reserved file descriptor, first drop strangers.
         """
         key = transport.get_extra_info("socket")
         keep_alive(key)
@@ -215,7 +215,7 @@ class Listener:
             self._drop(key)
 
     def _drop(self, key: object) -> None:
-        """Close the connection of a stranger at once."""
+        """Close the connection of a stranger at once, and remove it from the strangers."""
         transport, _ = self._strangers[key]
         self._forget(key)
         transport.abort()

@@ -184,7 +184,8 @@ def _prefix_change(
 ) -> Iterator[_Change]:
     """Yield the change of prefix `old` into `new` if this change finds a source for every missing tensor.
 
-    Yield nothing if the names have so few parts after the prefix that the match may be a coincidence.
+    Yield nothing if the missing names have only one pattern, with few parts after the prefix: the match may then be a
+    coincidence.
     """
     before, after = old and f"{old}.", new and f"{new}."
     pairs = {n: before + n.removeprefix(after) for n in missing if n.startswith(after)}

@@ -160,7 +160,10 @@ class WaitThreads:
         self._idle: list[SimpleQueue[tuple[Callable[[], None], Future[float]]]] = []
 
     def submit(self, wait: Callable[[], None]) -> Future[float]:
-        """Call `wait` in a thread. Return a future with the seconds that the call took, or the `TransferFailed` it raised.
+        """Call `wait` in a thread, and return a future of the call.
+
+        The future's result is the number of seconds that the call took. If `wait` raises `TransferFailed`, the future
+        raises it too.
 
         Raises:
             RuntimeError: no thread could start.

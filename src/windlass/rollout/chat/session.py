@@ -95,7 +95,7 @@ class _Watched:
         self._has_new = asyncio.Event()
 
     def watch(self, call: Call, *, streams: bool) -> Watch | None:
-        """Return the `Watch` of the engine's call; None if the request needs only the finished answer."""
+        """Return the `Watch` for the engine call; None if the agent needs neither a stream nor log-probabilities."""
         if not streams and not call.logprobs:
             return None
         return Watch(self._add, streams, call.num_top)
@@ -267,7 +267,7 @@ class ChatSession:
 
     @contextlib.contextmanager
     def request(self) -> Iterator[None]:
-        """Count a request of the agent while it is read and answered. Its log lines have the task id and the attempt.
+        """Count a request of the agent during a `with` block. Log lines of the block have the task id and the attempt.
 
         The agent counts as lost after `idle_s` without a request. This time starts when the last running request ends.
 
