@@ -216,12 +216,14 @@ class RankTensors(Closing):
 
         Args:
             batch: shard of this rank.
-            ask: function that lets the holders write. Its arguments are the tensors' keys and offsets, and the memory.
+            ask: function that lets the holders write their tensors. Its arguments are the tensors' keys, the tensors'
+                offsets in the memory, and the memory as a destination.
 
         Raises:
-            TransferFailed: a write failed, and has ended. A later call may use the batch's memory.
-            TransferOutcomeUnknown: a write failed, and its bytes may still arrive. The batch's memory stays allocated
-                until this process ends, and no later call uses it.
+            TransferFailed: a write failed, and no more bytes of it arrive. A later call may use the memory for this
+                batch again.
+            TransferOutcomeUnknown: a write failed, and its bytes may still arrive. The memory for this batch stays
+                allocated until this process ends, and no later call uses it.
             TransportUnavailable: the transport cannot be started, or there is too little memory.
         """
         found = [
@@ -274,7 +276,8 @@ class RankTensors(Closing):
     def _arena(self, transport: OneSidedTransport, nbytes: int) -> Arena:
         """Return memory of at least `nbytes` bytes: an unused arena from `_arenas`, or a new arena.
 
-        Keep at most `KEPT_ARENAS` - 1 other unused arenas of at least this size. Free all other unused arenas.
+        Of the remaining unused arenas, keep at most `KEPT_ARENAS` - 1 arenas of at least `nbytes` bytes, and free the
+        rest.
         """
         free = [arena for arena, owner in self._arenas if owner() is None]
         self._arenas = [each for each in self._arenas if each[1]() is not None]

@@ -92,10 +92,10 @@ class SampleTensor(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
 
     @classmethod
     def of(cls, values: Any, *, per_token: bool = True) -> SampleTensor:
-        """Copy a NumPy array, a torch tensor, or a list of numbers. Python numbers become float32 or int64.
+        """Return a `SampleTensor` with a copy of `values`. Python numbers become float32 or int64.
 
         Args:
-            values: the array, tensor or (nested) list. A tensor on a GPU is copied to the host.
+            values: NumPy array, torch tensor or (nested) list of numbers. A tensor on a GPU is copied to the host.
             per_token: whether the first dimension has one entry per token of the sample's `output_ids`.
 
         Raises:

@@ -437,7 +437,7 @@ class Attempts:
 
         Raises:
             RolloutError: the workflow raised SystemExit or KeyboardInterrupt, which would end this process, or
-                raised CancelledError although nobody had cancelled the attempt.
+                raised CancelledError although the attempt was not cancelled.
             Exception: any other exception of the workflow.
         """
         try:

@@ -141,8 +141,8 @@ class TrainerClient(Closing):
         weights change earlier (by an optimizer step, or if PEFT unmerges adapters), the version is not published.
 
         Blocking: with `wait`, this method returns when the round has ended. With `copy` and without `wait`, it returns
-        when all trainer ranks and enough engines are connected, and this rank has copied and packed its weights. With
-        neither, it returns after `make_whole`.
+        when all trainer ranks and enough engines are connected, and this rank has copied and packed its weights.
+        Without `wait` and `copy`, it returns after `make_whole`.
 
         CUDA streams: the copy runs after the work in this thread's current stream; later work in this stream runs after
         the copy. The copy does not wait for other streams, but packing and comparing weights wait for all streams.

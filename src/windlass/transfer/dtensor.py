@@ -254,8 +254,8 @@ def held_tensors(
 
     Args:
         module: the module.
-        name_map: see `NameMap`; None keeps all names. It gets names without the parts that `torch.compile`, activation
-            checkpointing, FSDP1 and `DistributedDataParallel` insert.
+        name_map: see `NameMap`; None keeps all names. The function gets names without the parts that `torch.compile`,
+            activation checkpointing, FSDP1 and `DistributedDataParallel` insert.
         role: with a role, the tensors are checked, and FSDP2 modules are resharded (locally, without communication).
             TRAINER also leaves out buffers that cannot be sent (complex, sparse, without memory). Few engines need such
             a buffer, and an engine that needs it reports it as missing. None is for tensors that were described before:
@@ -516,8 +516,8 @@ def _converted(
         module: module that may contain a transformers model.
         parts: all parts of the module.
         owner: for each part, the index of the first part of the same parameter.
-        by_name: whether to convert only parts with the name of a tensor in the model. The other parts have their
-            checkpoint names already, from `name_map`.
+        by_name: True to convert only parts that have the name of a tensor of the transformers model. `name_map` has
+            already given the other parts their checkpoint names.
 
     Returns:
         Index of a converted part -> its boxes; empty without a transformers model.
