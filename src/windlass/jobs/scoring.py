@@ -157,7 +157,7 @@ class Scoring:
         if self._take_tensors is None:
             return True
         lost = await self._take_tensors([scores.result() for scores in found.values()])
-        # Groups may have become too old or lost a rollout in the meantime.
+        # Groups may have become too old or lost a rollout while the ranks fetched the tensors.
         self._look()
         present = [group_id for group_id in found if self._scores.get(group_id) is found[group_id]]
         if not lost:

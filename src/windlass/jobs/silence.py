@@ -64,8 +64,8 @@ class SilenceWatch:
                     fault = await self._ask(http, name)
                     is_in_update |= self._controller.coordinator.in_round
                     has_served |= not fault
-                    # Ignore the fault of a server that has never answered this host: only workers must be able to reach
-                    # the server over the network.
+                    # This host may have no network route to the server: only workers need one. So ignore faults until the
+                    # server has answered this host once.
                     fault = fault if has_served else ""
                 if fault and is_in_update:
                     # The update may block the engine, and each phase of the update has a deadline. So do not count

@@ -358,9 +358,9 @@ class SlurmBackend(ClusterBackend):
 
 
 async def _watch_client(reservation: str, job: _Job) -> None:
-    """Wait until `sbatch --wait` ends, which is some seconds after the job's end, and then set `job.is_known`.
+    """Wait until `sbatch --wait` ends, some seconds after the job. Then set `job.failure` and `job.is_known`.
 
-    Also set `job.failure`: `launch` raises an error with this text if the job's first node has not sent its lease.
+    `launch` raises an error with the text `job.failure` if the job's first node has not sent its lease.
     """
     said = [line async for line in _lines(job.client)]
     code = await job.client.wait()
