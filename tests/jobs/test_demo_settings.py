@@ -99,7 +99,10 @@ def test_colocated_engines_pull_and_retract() -> None:
             ("--engine", "vllm", "--device", "cuda", "--transport", "cuda_ipc"),
             "--engine vllm needs --backend p2p and --transport pull, because .* 'cuda_ipc'",
         ),
-        (("--transport", "shm"), "--transport pull or cma, because other backends .* got 'p2p' and 'shm'"),
+        (
+            ("--transport", "shm"),
+            "--transport pull or cma, because other backends .* got 'p2p' and 'shm'",
+        ),
         (("--backend", "disk"), "needs --backend p2p .* got 'disk'"),
         (("--kill-engine-at", "2"), "--kill-engine-at must be 0 with --colocate, .* got 2"),
         (("--pause-mode", "in_place"), "--pause-mode must be abort or retract .* got 'in_place'"),
@@ -432,7 +435,10 @@ def test_copies_of_versions_that_do_not_fit_the_disk_are_refused(
     monkeypatch.setattr(shutil, "disk_usage", lambda _: usage._replace(free=20 * numel))
     check_demo(job)
     monkeypatch.setattr(shutil, "disk_usage", lambda _: usage._replace(free=20 * numel - 1))
-    with pytest.raises(ConfigError, match=r"must have .* GB free, got .* the weights of 5 versions; use fewer --steps"):
+    with pytest.raises(
+        ConfigError,
+        match=r"must have .* GB free, got .* the weights of 5 versions; use fewer --steps",
+    ):
         check_demo(job)
 
 
