@@ -312,9 +312,9 @@ class TorchBroadcastGroup:
             raise TransferFailed(f"group {self._name}: {_first_line(error)}") from error
 
     def finish(self, slot: int, deadline_s: float) -> None:
-        """Finish the broadcast of buffer `slot`. Work that the caller queues later may read the buffer.
+        """Finish the broadcast of buffer `slot`. Work that the caller queues after this call may read the buffer.
 
-        On rank 0, later work may also overwrite the buffer. With `gpu` and NCCL, this call returns at once and ignores
+        On rank 0, such work may also overwrite the buffer. With `gpu` and NCCL, this call returns at once and ignores
         `deadline_s`: later work in the stream of `gpu` waits for the broadcast, and `drain` reports a late broadcast.
         Otherwise this call waits until the broadcast has ended. If no broadcast of this buffer was started, do nothing.
 

@@ -264,7 +264,7 @@ class _Push:
     def leave(self, leader: str) -> bool:
         """Record that a leader has sent all its tensors. Return whether all leaders of the round have sent theirs.
 
-        If the leaders declared stages, the answer is False as long as the leader of a stage has not joined.
+        If the leaders declared stages, return True only after the leader of every stage has sent its tensors.
         """
         self._leaders.discard(leader)
         if self._order is None:

@@ -504,7 +504,7 @@ class Load:
 def cut_buckets(
     manifest: ShardManifest, programs: Iterable[LinkProgram], capacity_nbytes: int
 ) -> tuple[tuple[BucketPart, ...], tuple[int, ...]]:
-    """Divide among buckets the parameter bytes that a trainer rank sends.
+    """Assign the parameter bytes of a trainer rank to buckets.
 
     Args:
         manifest: layout of the rank's parameters.

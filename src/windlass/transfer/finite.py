@@ -55,7 +55,7 @@ class FiniteCheck:
     def bind(self, read: Collection[int]) -> None:
         """Set the parameters to check. `read` contains their indices in the manifest."""
         pieces = [piece for index in sorted(read) for piece in self._pieces_of(index)]
-        # Sort by offset first, so that one large embedding does not delay all other parameters.
+        # Sort by offset first. `find` then checks the start of every parameter before the rest of a large one.
         self._pieces = sorted(
             pieces, key=lambda piece: (piece.offset // SAMPLE_NBYTES, piece.parameter)
         )

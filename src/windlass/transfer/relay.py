@@ -691,7 +691,7 @@ class RelaySource:
             addresses: relay listeners of the roots.
 
         Raises:
-            ProtocolError: GPU kernels write this rank's links, but links to a relay group need a transport that writes.
+            ProtocolError: GPU kernels write this rank's links, but only a transport can write links to a relay group.
             PlanError: a member has no binding, or a root has no address.
             RegionError: bytes would be written outside the regions of a member.
         """

@@ -126,7 +126,7 @@ class Sender:
         version: int | None = None,
         stream: int | None = None,
     ) -> None:
-        """Begin a version of the replica; see `Replica.begin`. Do nothing without a replica."""
+        """Call `Replica.begin`. Do nothing without a replica."""
         if self.replica is not None:
             with self._lock:
                 self.replica.begin(on_taken, version, stream)

@@ -53,7 +53,7 @@ class AutoConfig(TransportConfig, frozen=True, tag="auto"):
     offers: tuple[str, ...] = ()
 
     def create(self, *, towards: str = "", gpu: int = -1) -> OneSidedTransport:
-        """Start the transports. Return the transport if only one starts, otherwise a `TransportSet` of all.
+        """Start the transports in `offers`, or the default ones. Return a single transport, or a `TransportSet` of several.
 
         The arguments are those of `TransportConfig.create`. After an error, no transport stays open.
 
@@ -75,7 +75,7 @@ class AutoConfig(TransportConfig, frozen=True, tag="auto"):
 
 
 def _start_all(towards: str, gpu: int, undo: ExitStack) -> list[OneSidedTransport]:
-    """Start the default set of `AutoConfig`. Add the `close` of each started transport to `undo`.
+    """Start the transports that `AutoConfig` uses by default. Add the `close` of each started transport to `undo`.
 
     Raises:
         ConfigError, PeerUnreachable: see `own_address`.

@@ -214,7 +214,7 @@ def _prove(peer: PeerEndpoint, pid: int) -> None:
     """Check that process `pid` listens at the socket of `peer`; see `OwnProcess`.
 
     Raises:
-        PeerUnreachable: no process listens there, or another process does.
+        PeerUnreachable: no process listens there, or the process that listens has another pid.
     """
     what = f"{peer.transport}: pid {pid} must prove that it owns this endpoint"
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as client:

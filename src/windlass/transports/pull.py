@@ -362,7 +362,7 @@ def _receive_exactly(line: socket.socket, nbytes: int, deadline: Deadline) -> by
 
 
 def is_closed(line: socket.socket) -> bool:
-    """Return whether the writer has closed the connection: it no longer waits for this read."""
+    """Return whether the writer has closed the connection. The writer then no longer waits for this read."""
     line.setblocking(False)
     try:
         return not line.recv(1, socket.MSG_PEEK)
