@@ -596,7 +596,7 @@ class WorkerPool:
                 raise Garbled(f"{session.peer}: Hello may be sent only once")
 
     async def lost(self, session: RemoteWorker, reason: str, *, ended: bool) -> None:
-        """Start a timer after which a worker that has not connected again counts as lost; see `rpc.Owner`.
+        """Start a timer. If the worker has not connected again when the timer ends, it counts as lost; see `rpc.Owner`.
 
         Remove a worker immediately if it is ending and runs no attempt.
         """

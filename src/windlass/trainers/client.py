@@ -142,7 +142,7 @@ class TrainerClient(Closing):
 
         Blocking: with `wait`, this method returns when the round has ended. With `copy` and without `wait`, it returns
         when all trainer ranks and enough engines are connected, and this rank has copied and packed its weights.
-        Without `wait` and `copy`, it returns after `make_whole`.
+        With neither `wait` nor `copy`, it returns after `make_whole`.
 
         CUDA streams: the copy runs after the work in this thread's current stream; later work in this stream runs after
         the copy. The copy does not wait for other streams, but packing and comparing weights wait for all streams.
