@@ -79,7 +79,7 @@ class Backend:
         """Return the half of this backend for a trainer rank: an object that sends the rank's parameters.
 
         Args:
-            sender: the rank's sender of one-sided writes, with layout and memory of its parameters.
+            sender: the rank's sender of one-sided writes, with the layout and memory of the rank's parameters.
             host: address at which the engines can connect to this rank.
 
         Raises:
@@ -91,7 +91,7 @@ class Backend:
         """Return the half of this backend for an engine rank: an object that fills the rank's live parameters.
 
         Args:
-            receiver: the rank's receiver of one-sided writes, with layout and addresses of its live parameters.
+            receiver: the rank's receiver of one-sided writes, with the layout and addresses of the rank's live parameters.
             host: address at which other ranks can connect to this rank.
 
         Raises:

@@ -100,7 +100,7 @@ class Binding:
         return dict(self.signature)
 
     def without(self, engines: Collection[str]) -> Binding:
-        """Return the binding without these engines. Their links move to `ended`: the sources still have these links."""
+        """Return the binding without these engines. Their links move to `ended`, because no source has dropped them yet."""
         if not engines:
             return self
         workers = {w for name in engines for w in self.engines.get(name, ())}

@@ -49,10 +49,9 @@ def find_donor(
 def _is_exact(plan: TransferPlan, trainers: Sequence[ShardManifest]) -> bool:
     """Return whether a copy from the donor by this plan gives the same bytes as a transfer from the trainers.
 
-    Tensors that the plan does not cast arrive with the same bytes. A cast tensor also arrives with
-    the same bytes if the donor has it in the dtype of a trainer: its values are then rounded once, as in a transfer from
-    the trainers. If the donor has it in another dtype, its values were rounded when the donor received them, and the cast
-    would round them a second time.
+    A tensor that the plan does not cast always arrives with the same bytes. A cast tensor does so only if the donor
+    stores it in a trainer's dtype: the copy then rounds each value once, as a transfer from the trainers does. If the
+    donor stores it in another dtype, the donor's values are already rounded, and the copy would round them a second time.
 
     Args:
         plan: plan from the donor's ranks to the newcomer's.

@@ -674,9 +674,9 @@ class Fleet:
         )
 
     def _held_up(self, engine: Group) -> str:
-        """Return a text that names the sources whose missing answers to a write keep an engine in the state WAITING.
+        """Return a text with the sources for which an engine waits, because they have not answered a write command.
 
-        Return an empty string if the engine has another state, or if there is no such source.
+        Return an empty string if the engine's state is not WAITING, or if there is no such source.
         """
         if engine.status is not EngineStatus.WAITING:
             return ""
@@ -705,9 +705,9 @@ class Fleet:
             engines: names of the expected engines.
 
         Returns:
-            "trainers" or engine name -> text. The text has the number of connected ranks, unless no rank of the engine is
-            connected. The text for trainers says "weights of trainers", because a trainer process connects only after it
-            has built its model.
+            "trainers" or engine name -> text. The text has the number of connected ranks. If this number is 0 for an
+            engine, the text is only the engine's name. The text for trainers says "weights of trainers", because a trainer
+            process connects only after it has built its model.
         """
         trainers = self.trainers()
         there = len(trainers.agents) if trainers is not None else 0

@@ -306,7 +306,7 @@ class CatchUps:
     ) -> None:
         """Count a failed attempt. Start a task that tries again after a delay, and cancel an older such task for `name`.
 
-        After `MAX_ATTEMPTS` failures, only log a warning.
+        After `MAX_ATTEMPTS` failures, log a warning and start no task.
         """
         attempts.failures[donor] += 1
         num_failed = attempts.failures.total()

@@ -338,10 +338,10 @@ class ElementIds:
     def sources(
         self, codes: Codes, shape: tuple[int, ...], chosen: range, limit: int
     ) -> Parts | None:
-        """Return the boxes of this tensor that come from each of the `chosen` tensors of `codes` (a range of indices).
+        """Return, for each of the `chosen` checkpoint tensors, the boxes of this tensor that have its elements.
 
-        This is the opposite of `parts`: each box is a part of this tensor, and its offset and strides are places in a
-        chosen tensor. Call `check` first, as for `parts`.
+        Here each box is a part of this tensor, and its offset and strides are places in a checkpoint tensor. In `parts`
+        it is the reverse. Call `check` first, as for `parts`.
 
         Args:
             codes: numbering of the checkpoint's elements.

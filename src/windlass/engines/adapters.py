@@ -85,7 +85,7 @@ class _Config(msgspec.Struct, frozen=True):
         return tuple(sorted({alpha / divisor for alpha in alphas for divisor in divisors}))
 
     def refusals(self) -> Mapping[str, bool]:
-        """Return each reason to refuse an adapter, mapped to whether the reason applies to this adapter."""
+        """Return all possible reasons to refuse an adapter: reason -> whether it applies to this adapter."""
         return {
             f"peft_type {self.peft_type}: only LORA can be updated": self.peft_type != "LORA",
             "use_dora: magnitudes are computed with the model's weights": self.use_dora,
