@@ -263,9 +263,9 @@ class Seen:
         }
 
     def sources(self, name: str, codes: Codes) -> set[str]:
-        """Return the names of the checkpoint tensors that have elements in one of the engine's tensors.
+        """Return the names of the checkpoint tensors that have elements in the engine's tensor `name`.
 
-        The tensor must not be in `scattered`.
+        `scattered` must not contain `name`.
         """
         if (parts := self.boxes_of(name, codes)) is not None:
             return {spec.name for spec, _ in parts}

@@ -480,8 +480,9 @@ class _Part:
         self.load(self.codes.some(sources, _SEEDS[0]))
         plain = prints_of(self.held())
         while names:
-            # Load values of another seed first. If the loader then copies a mark (NaN) to a place that is not padding,
-            # `clear` restores the value of the other seed at this place, and the tensor differs from `plain`.
+            # Load values of another seed before the marks. `clear` replaces each remaining mark (NaN) by the value that it
+            # overwrote. If the loader has copied a mark to an element that is not padding, this element then has a value
+            # of the other seed, so the tensor differs from `plain`.
             self.load(self.codes.some(sources, _SEEDS[1]))
             marks = _Marks(self.held(), dict.fromkeys(names, -1))
             try:

@@ -308,7 +308,7 @@ def keep_caches_apart() -> None:
         args: tuple[Any, ...] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> list[Any]:
-        """Run calls of Windlass in the EngineCore, and pass every other call to the workers."""
+        """Handle calls of Windlass in the EngineCore. Some of these calls, and all other calls, go to the workers."""
         if method == ORDERS:
             _prepare_order(core, args[0])
         if method == _HOLDS and kwargs is not None and is_backend_of(core.vllm_config):

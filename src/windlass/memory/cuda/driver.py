@@ -393,7 +393,7 @@ class Device:
         """Queue a kernel.
 
         Args:
-            function: a kernel from `function`.
+            function: a kernel that `Device.function` has returned.
             grid: number of blocks.
             block: number of threads per block.
             arguments: arguments of the kernel, as ctypes values.
