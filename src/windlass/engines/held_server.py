@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import logging
 from http import HTTPStatus
-from pathlib import Path
 from typing import final
 from urllib.parse import urlsplit
 
@@ -23,7 +22,8 @@ from windlass.engines.private_routes import (
     Send,
     answer,
     key_folder,
-    require_own,
+    own_folder,
+    read_own,
     route_path,
 )
 from windlass.errors import ConfigError
@@ -44,15 +44,13 @@ def note_held(url: str, controller: str, is_held: bool) -> None:
         controller: URL of the controller of the update that has not ended.
         is_held: whether the engine stays paused.
     """
-    file = _record(urlsplit(url).port)
+    name = _record(urlsplit(url).port)
     try:
         if not is_held:
-            file.unlink(missing_ok=True)
+            (key_folder() / name).unlink(missing_ok=True)
             return
         _log.warning("%s", held_reason(controller))
-        file.parent.mkdir(mode=0o700, exist_ok=True)
-        require_own(file.parent)
-        file.write_text(controller)
+        (own_folder() / name).write_text(controller)
     except (ConfigError, OSError) as error:
         _log.warning("requests will wait without a reason: %s", error)
 
@@ -62,13 +60,14 @@ def held_for(url: str) -> str:
 
     `url` is the URL of the engine's server, which must be on this host.
     """
-    file = _record(urlsplit(url).port)
+    return _controller_in(_record(urlsplit(url).port))
+
+
+def _controller_in(record: str) -> str:
+    """Return the content of a record; empty if there is none, or if it cannot be read."""
     try:
-        if not file.exists():
-            return ""
-        require_own(file.parent)
-        return file.read_text()
-    # The engine may have resumed since the check, or the folder belongs to another user.
+        return read_own(record)
+    # For example, the folder belongs to another user.
     except (ConfigError, OSError):
         return ""
 
@@ -81,8 +80,9 @@ def held_reason(controller: str) -> str:
     )
 
 
-def _record(port: int | None) -> Path:
-    return key_folder() / f"{port}.held"
+def _record(port: int | None) -> str:
+    """Return the name of the record's file for the server on a port."""
+    return f"{port}.held"
 
 
 @final
@@ -95,13 +95,13 @@ class HeldRoutes:
     """
 
     def __init__(self, app: App, port: int) -> None:
-        self._app, self._url = app, f"http://localhost:{port}"
+        self._app, self._record = app, _record(port)
         # An earlier server of this port may have ended while it was held.
-        note_held(self._url, "", is_held=False)
+        note_held(f"http://localhost:{port}", "", is_held=False)
 
     async def __call__(self, scope: Message, receive: Receive, send: Send) -> None:
         """Serve one request."""
-        if _needs_engine(scope) and (controller := held_for(self._url)):
+        if _needs_engine(scope) and (controller := _controller_in(self._record)):
             said = msgspec.json.encode({"error": held_reason(controller)})
             await answer(send, HTTPStatus.SERVICE_UNAVAILABLE, said)
         else:

@@ -67,10 +67,7 @@ def new_key(port: int) -> Iterator[str]:
     Raises:
         ConfigError: another user owns the folder of the keys, or can read it.
     """
-    folder = key_folder()
-    folder.mkdir(mode=0o700, exist_ok=True)
-    require_own(folder)
-    key, file = secrets.token_hex(32), folder / str(port)
+    key, file = secrets.token_hex(32), own_folder() / str(port)
     # Delete the file of an earlier server that was killed.
     remove_key(port)
     with open(
@@ -90,18 +87,36 @@ def remove_key(port: int) -> None:
 
 def saved_key(url: str) -> str:
     """Return the saved key of a running server on this host; empty if there is none. Raises as `new_key` does."""
-    file = key_folder() / str(urlsplit(url).port)
-    try:
-        require_own(file.parent)
-        return file.read_text()
-    # There is no server, or it removed its key at its end.
-    except FileNotFoundError:
-        return ""
+    return read_own(str(urlsplit(url).port))
 
 
 def key_folder() -> Path:
     """Return the folder of this user that contains one key per port of a running server."""
     return Path(tempfile.gettempdir()) / f"windlass-{os.getuid()}"
+
+
+def own_folder() -> Path:
+    """Create the folder of the keys if it is missing, check it, and return it. Raises as `require_own` does."""
+    folder = key_folder()
+    folder.mkdir(mode=0o700, exist_ok=True)
+    require_own(folder)
+    return folder
+
+
+def read_own(name: str) -> str:
+    """Return the content of a file in the folder of the keys; empty if there is no such file.
+
+    Raises:
+        ConfigError: see `require_own`.
+        OSError: the file cannot be read.
+    """
+    folder = key_folder()
+    try:
+        require_own(folder)
+        return (folder / name).read_text()
+    # No server has written the file, or its server has removed it.
+    except FileNotFoundError:
+        return ""
 
 
 def require_own(folder: Path) -> None:
