@@ -6,6 +6,7 @@ import json
 import os
 import re
 import signal
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -172,16 +173,7 @@ def test_a_job_continues_with_the_tasks_of_its_journal(
     tmp_path: Path, number: signal.Signals
 ) -> None:
     """Check that the last weights were trained on each prompt once, after an end of the controller between checkpoints."""
-    script = tmp_path / "padded.py"
-    script.write_text(PADDED.format(example=str(EXAMPLE / "trainer.py")))
-    job = write_job(
-        tmp_path,
-        COUNTING,
-        top='steps = 12\nresume = "auto"',
-        trainer="save_every = 2",
-        rollout=f'journal = "{tmp_path}/journal"\nacknowledge = true',
-        script=script,
-    )
+    job, _ = counting_job(tmp_path, save_every=2)
     first = ""
     with start(job) as (process, output):
         for line in output:
@@ -239,36 +231,49 @@ def killed_after(recipe: str, step: int) -> str:
     )
 
 
-def test_a_job_that_is_killed_three_times_trains_each_prompt_once(tmp_path: Path) -> None:
-    """Kill the job before its first checkpoint, between the record of a checkpoint and the journal, and between checkpoints."""
-    script = tmp_path / "padded.py"
+def counting_job(folder: Path, save_every: int = 3) -> tuple[Path, str]:
+    """Write a job of 12 steps with a journal and counted prompts. Return its file and its recipe."""
+    script = folder / "padded.py"
     script.write_text(PADDED.format(example=str(EXAMPLE / "trainer.py")))
     job = write_job(
-        tmp_path,
+        folder,
         COUNTING,
         top='steps = 12\nresume = "auto"',
-        trainer="save_every = 3",
-        rollout=f'journal = "{tmp_path}/journal"\nacknowledge = true',
+        trainer=f"save_every = {save_every}",
+        rollout=f'journal = "{folder}/journal"\nacknowledge = true',
         script=script,
     )
-    path = tmp_path / "recipe.py"
-    recipe = path.read_text()
+    return job, (folder / "recipe.py").read_text()
+
+
+def run_all(job: Path, recipes: Sequence[str], first_steps: Sequence[int]) -> list[list[list[int]]]:
+    """Launch a job with one recipe after the other. Return the trained prompts of each run, by step.
+
+    The last run must end after step 12, and all others must be killed. Each run must continue from the checkpoint after
+    its `first_steps`; 0 means no checkpoint.
+    """
+    printed, trained = "", []
+    for number, (text, first_step) in enumerate(zip(recipes, first_steps, strict=True)):
+        (job.parent / "recipe.py").write_text(text)
+        status, printed = launch(job)
+        assert status == (0 if text is recipes[-1] else -signal.SIGKILL), (number, printed)
+        found = [line.split()[-2] for line in lines(printed, "continues from")]
+        assert found == ([str(first_step)] if first_step else []), (number, printed)
+        trained.append([numbers(line) for line in lines(printed, "TRAIN ")])
+    assert lines(printed, "ENDED ")[0].startswith("12 "), printed
+    return trained
+
+
+def test_a_job_that_is_killed_three_times_trains_each_prompt_once(tmp_path: Path) -> None:
+    """Kill the job before its first checkpoint, between the record of a checkpoint and the journal, and between checkpoints."""
+    job, recipe = counting_job(tmp_path)
     recipes = [
         killed_after(recipe, 1),
         KILLED_BEFORE_THE_JOURNAL + recipe,
         killed_after(recipe, 9),
         recipe,
     ]
-    printed = ""
-    trained: list[list[list[int]]] = []
-    for number, (text, first_step) in enumerate(zip(recipes, (0, 0, 6, 9), strict=True)):
-        path.write_text(text)
-        status, printed = launch(job)
-        assert status == (0 if text is recipe else -signal.SIGKILL), (number, printed)
-        found = [line.split()[-2] for line in lines(printed, "continues from")]
-        assert found == ([str(first_step)] if first_step else []), (number, printed)
-        trained.append([numbers(line) for line in lines(printed, "TRAIN ")])
-    assert lines(printed, "ENDED ")[0].startswith("12 "), printed
+    trained = run_all(job, recipes, (0, 0, 6, 9))
     # The last weights contain the steps before the checkpoint from which the next run continues.
     kept = [*trained[1][:6], *trained[2][:3], *trained[3]]
     assert sorted(n for step in kept for n in step) == [*range(1, 25)]
@@ -278,32 +283,12 @@ def test_a_job_that_is_killed_three_times_trains_each_prompt_once(tmp_path: Path
 @pytest.mark.long
 def test_a_checkpoint_before_the_recipe_is_loaded_keeps_its_position(tmp_path: Path) -> None:
     """The second run trains on the journal's groups while its recipe loads, saves a checkpoint, and is killed."""
-    script = tmp_path / "padded.py"
-    script.write_text(PADDED.format(example=str(EXAMPLE / "trainer.py")))
-    job = write_job(
-        tmp_path,
-        COUNTING,
-        top='steps = 12\nresume = "auto"',
-        trainer="save_every = 3",
-        rollout=f'journal = "{tmp_path}/journal"\nacknowledge = true',
-        script=script,
-    )
-    path = tmp_path / "recipe.py"
-    recipe = path.read_text()
+    job, recipe = counting_job(tmp_path)
     loaded = 'self.number = state["number"]'
     assert loaded in recipe
     loading = recipe.replace(loaded, "import time; time.sleep(3600)")
     recipes = [killed_after(recipe, 4), killed_after(loading, 5), recipe]
-    printed = ""
-    trained: list[list[list[int]]] = []
-    for number, (text, first_step) in enumerate(zip(recipes, (0, 3, 6), strict=True)):
-        path.write_text(text)
-        status, printed = launch(job)
-        assert status == (0 if text is recipe else -signal.SIGKILL), (number, printed)
-        found = [line.split()[-2] for line in lines(printed, "continues from")]
-        assert found == ([str(first_step)] if first_step else []), (number, printed)
-        trained.append([numbers(line) for line in lines(printed, "TRAIN ")])
-    assert lines(printed, "ENDED ")[0].startswith("12 "), printed
+    trained = run_all(job, recipes, (0, 3, 6))
     kept = [*trained[0][:3], *trained[1][:3], *trained[2]]
     assert sorted(n for step in kept for n in step) == [*range(1, 25)]
 
