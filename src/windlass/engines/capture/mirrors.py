@@ -395,10 +395,10 @@ def _from_rows(holding: Holding, rows: torch.Tensor, sources: list[Holding]) -> 
 def _from_all_rows(
     name: str, rows: torch.Tensor, alike: list[tuple[Holding, torch.Tensor]]
 ) -> Mirror | None:
-    """Search the matrices of `alike` for every nonzero row of `rows`, and return the mirror.
+    """Search matrices for every nonzero row of `rows`, and return the mirror.
 
-    `alike` has pairs of a weight and a matrix view of it, as wide as `rows`. Return None if a row is missing from all
-    matrices, or if `_is_slice` refuses the rows found in one matrix.
+    `alike` contains pairs: a weight, and a matrix view of this weight, as wide as `rows`. Return None if a row is missing
+    from all matrices, or if `_is_slice` refuses the rows found in one matrix.
     """
     missing = (_comparable(rows) != 0).any(1)
     parts: list[Part] = []
@@ -707,8 +707,11 @@ class Later:
         Raises:
             UnsupportedLayout: a tensor has moved.
         """
-        moved = [name for name, (tensor, at) in self._written.items() if tensor.data_ptr() != at]
-        refuse(moved, _MOVED)
+        refuse(self._moved(), _MOVED)
+
+    def _moved(self) -> list[str]:
+        """Return the names of the tensors that updates write and that now have another address."""
+        return [name for name, (tensor, at) in self._written.items() if tensor.data_ptr() != at]
 
     def _is_unchanged(self) -> bool:
         """Return whether `look` can skip the search, because the model references the same objects as at the last search.
@@ -716,11 +719,7 @@ class Later:
         The tensors that updates write must also have their old addresses. Return False after a full search, because a full
         search records no signature.
         """
-        return (
-            self._signature is not None
-            and self._signature.holds()
-            and all(tensor.data_ptr() == at for tensor, at in self._written.values())
-        )
+        return self._signature is not None and self._signature.holds() and not self._moved()
 
     def _look(self, *, is_full: bool) -> None:
         """Search new tensors and numbers for copies of weights, and set `mirrors` to the mirrors that exist now.
