@@ -99,11 +99,11 @@ def capture(
     recompute: bool = True,
     made_up: bool = False,
 ) -> Captured:
-    """Capture the layout of a model, and restore the model afterwards (also if capture fails).
+    """Capture the layout of a model, and restore the model afterwards, also after an error.
 
-    The engine must be quiesced. This function calls no collective. It restores the bytes and addresses of tensors, and
-    the contents of the engine's objects (`Snapshot`). It needs memory for a copy of every tensor of the model (on the
-    tensor's device if there is room, else on the host), and 8 bytes per element of tensors up to `exact_numel` elements.
+    The engine must be quiesced. This function calls no collective. It restores the tensors' bytes and addresses, and the
+    contents of the engine's objects (`Snapshot`). Memory: a copy of every tensor, on the tensor's device if there is
+    room, else on the host; and 8 bytes per element for tensors of up to `exact_numel` elements.
 
     Args:
         model: model of this rank.

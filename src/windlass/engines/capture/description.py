@@ -251,9 +251,9 @@ class Seen:
     def scattered(self, codes: Codes) -> frozenset[str]:
         """Return the names of the tensors that capture must still read at every place.
 
-        The result contains the tensors whose captured elements failed the check. It also contains two kinds of tensors
-        that capture has read only in rows: those that the loader multiplies by a factor, and those that contain more than
-        `MAX_BOXES` boxes of one checkpoint tensor.
+        A tensor is in the result if its captured elements failed the check. It is also in the result if capture has
+        read it only in rows, and the loader multiplies it by a factor or it contains more than `MAX_BOXES` boxes of one
+        checkpoint tensor.
         """
         in_rows = {name for name, numbers in self.numbers.items() if not numbers.by_place}
         return self.unproven | {

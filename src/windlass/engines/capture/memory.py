@@ -87,8 +87,8 @@ Held = Callable[[], Mapping[str, Holding]]
 def held_by(model: torch.nn.Module, ignored: frozenset[int] = frozenset()) -> Mapping[str, Holding]:
     """Return the tensors that a model references, by name, parameters first.
 
-    The result omits a tensor whose memory lies inside the memory of an earlier tensor (a tied tensor or a view). `ignored`
-    has addresses of storages to skip, such as KV caches.
+    Leave out tied tensors and views: their memory lies inside an earlier tensor's memory. `ignored` has addresses of
+    storages to skip, such as KV caches.
     """
     return _distinct(reach(model), ignored)
 
@@ -127,9 +127,9 @@ def _address(tensor: torch.Tensor) -> int:
 
 
 def _distinct(found: Reach, ignored: frozenset[int]) -> Mapping[str, Holding]:
-    """Return the tensors that a walk through the model has found, by name.
+    """Return the tensors of a walk through the model, by name.
 
-    Leave out a tensor whose memory lies inside the memory of an earlier tensor.
+    Leave out each tensor with memory inside an earlier tensor's memory.
     """
     counts = found.num_parameters, found.num_buffers, found.num_attributes
     direct = (Kind.PARAMETER, Kind.BUFFER, Kind.ATTRIBUTE)
