@@ -339,7 +339,7 @@ async def test_an_engine_without_memory_to_wake_waits_for_the_next_version(
         asked = asyncio.create_task(turns.generate())
         scarce.touch()
         turns.step()
-        with pytest.raises(RoundAborted, match=r"a: .*wake: .* must be mapped again: Cannot alloc"):
+        with pytest.raises(RoundAborted, match=r"a: .*could not map .* again: Cannot alloc"):
             await turns.publish()
         assert "sleeps until" in await turns.refused("/continue_generation", {})
         assert not turns.controller.coordinator.routable()

@@ -97,7 +97,7 @@ def test_a_latent_projection_may_be_whole_or_cut() -> None:
     assert (whole.box.offsets, whole.box.sizes) == ((0, 0), (8, 6))
     assert (part.box.offsets, part.box.sizes) == ((4, 0), (4, 6))
     with pytest.raises(
-        ManifestError, match="must have all rows of its tensor, or 1/2 of the rows, got 5 rows"
+        ManifestError, match=r"must have all rows of tensor .*, or 1/2 of the rows, got 5 rows"
     ):
         place(family, name, (5, 6), geometry, Coords(tp=(1, 2)))
 
@@ -110,7 +110,7 @@ def test_the_refusal_of_an_unknown_name_gives_a_working_rule() -> None:
     assert pattern in str(caught.value)
     rule = Rule(pattern, ("model.layers.{layer}.extra.{expert}",), Cut.COLUMN)
     family = FAMILIES.find("qwen3_moe").extended(rule)
-    with pytest.raises(ManifestError, match="local expert must be < 2"):
+    with pytest.raises(ManifestError, match="expert number must be < 2"):
         place(family, name, (2, 6), GEOMETRY, Coords(ep=(1, 2)))
     shard = place(family, name, (2, 6), GEOMETRY, Coords()).shards[0]
     assert shard.tensor == "model.layers.7.extra.2"
@@ -118,7 +118,7 @@ def test_the_refusal_of_an_unknown_name_gives_a_working_rule() -> None:
 
 def test_shapes_that_contradict_the_model_are_refused() -> None:
     name = "decoder.layers.0.self_attention.linear_qkv.weight"
-    with pytest.raises(ManifestError, match="20 rows on each of 1 ranks must be 40 rows"):
+    with pytest.raises(ManifestError, match=r"must have 1/1 of 40 rows .*, got 20"):
         place(FAMILIES.find("llama"), name, (20, 6), GEOMETRY, Coords())
     with pytest.raises(ConfigError, match=r"must be one of .*llama"):
         FAMILIES.find("gpt2")

@@ -457,7 +457,7 @@ def test_digests_upload_and_free_nothing_during_the_trainers_gpu_work(
 
     def settle(_: float) -> None:
         if hanging:
-            raise TransferFailed("GPU 0: work of this process was not over within 60 s")
+            raise TransferFailed("GPU 0: work of this process did not end within 60 s")
 
     def wait_for_ever(*_: object) -> None:
         raise AssertionError("the driver waits for the trainer's work")

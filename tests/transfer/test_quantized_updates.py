@@ -286,7 +286,7 @@ def test_a_declaration_with_scales_of_another_shape_is_refused() -> None:
         builder.add_parameter(name, nbytes=shape[0] * shape[1] * dtype.itemsize, dtype=dtype)
         builder.add_shard(name, shape, Box.full(shape), name)
     builder.add_quantized(QuantizedTensor("w", "s"))
-    with pytest.raises(ManifestError, match="must be a matrix with scales"):
+    with pytest.raises(ManifestError, match="one scale per block of 128 x 128 elements"):
         builder.build()
 
 

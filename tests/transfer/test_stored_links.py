@@ -112,13 +112,13 @@ def test_a_gpu_busy_until_the_deadline_sends_nothing(
     pair: Pair, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def busy(deadline_s: float) -> None:
-        raise TransferFailed(f"not over within {deadline_s} s")
+        raise TransferFailed(f"work did not end within {deadline_s} s")
 
     pair.sender.prepare(0)
     with monkeypatch.context() as patch:
         patch.setattr(pair.gpu, "settle", busy)
         (link,) = pair.sender.write(0, ["engine/0"], 0.5).links
-    assert (link.status, link.error) == (LinkStatus.FAILED, "not over within 0.5 s")
+    assert (link.status, link.error) == (LinkStatus.FAILED, "work did not end within 0.5 s")
     assert not pair.served.any()
 
 
@@ -260,7 +260,9 @@ def test_an_upload_is_complete_before_a_kernel_of_another_stream_can_read_it(
 def test_a_wait_for_other_gpu_work_has_a_deadline(monkeypatch: pytest.MonkeyPatch) -> None:
     over = threading.Event()
     gpu = gpu_that(monkeypatch, synchronize=over.wait)
-    with pytest.raises(TransferFailed, match=r"GPU 3: .* not over within 0.05 s; nothing was sent"):
+    with pytest.raises(
+        TransferFailed, match=r"GPU 3: .* did not end within 0.05 s; nothing was sent"
+    ):
         gpu.settle(0.05)
     assert not gpu.is_late
     over.set()

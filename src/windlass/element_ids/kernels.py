@@ -85,7 +85,7 @@ class Kernels:
         # `wrong` is also 0 if the kernel did not run, so check that it has counted all elements.
         if held + empty != numel:
             raise TransferFailed(
-                f"cuda: the kernel must compare all {numel} elements, got {held + empty}"
+                f"cuda: the kernel compared only {held + empty} of {numel} elements"
             )
         return wrong, padding, held
 

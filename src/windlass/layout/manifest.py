@@ -36,7 +36,7 @@ from windlass.layout.columns import (
     encode_tables,
 )
 from windlass.layout.dtypes import DType
-from windlass.layout.quantization import QuantizedTensor, scale_shape
+from windlass.layout.quantization import BLOCK, QuantizedTensor, scale_shape
 
 MANIFEST_SCHEMA_VERSION = 4
 MAX_DIMS = 5
@@ -412,8 +412,8 @@ def _check_boxes(manifest: ShardManifest) -> None:
         row = int(outside.argmax())
         spec = manifest.tensors[int(table.tensor[row])]
         raise ManifestError(
-            f"{worker}: tensor {spec.name!r}: box offsets {table.offsets[row].tolist()} sizes "
-            f"{table.sizes[row].tolist()} must be inside shape {spec.shape}"
+            f"{worker}: tensor {spec.name!r}: the box with offsets {table.offsets[row].tolist()} and sizes "
+            f"{table.sizes[row].tolist()} must not be empty and must be inside shape {spec.shape}"
         )
 
 
@@ -466,8 +466,8 @@ def _check_quantized(manifest: ShardManifest) -> None:
         weight, scale = shapes.get(declared.weight), shapes.get(declared.scale)
         if weight is None or len(weight) != 2 or scale != scale_shape(weight):
             raise ManifestError(
-                f"{manifest.worker}: quantised tensor {declared.weight!r} must be a matrix with scales "
-                f"{declared.scale!r} per block, got shapes {weight} and {scale}"
+                f"{manifest.worker}: quantised tensor {declared.weight!r} must be a matrix, and {declared.scale!r} must have "
+                f"one scale per block of {BLOCK} x {BLOCK} elements, got shapes {weight} and {scale}"
             )
 
 

@@ -372,7 +372,7 @@ def _rows_of_blocks(op: BoundOp, limit: int) -> Iterator[_Cut]:
     step = _row_of_blocks(op)
     if step > limit:
         raise PlanError(
-            f"arena_nbytes: half of the arena must hold one row of blocks, {step} bytes, got {limit}"
+            f"arena_nbytes: half of the arena must have at least {step} bytes (a row of quantisation blocks), got {limit}"
         )
     num_rows = limit // step * BLOCK
     rows, columns = op.src_sizes

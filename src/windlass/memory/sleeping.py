@@ -70,5 +70,5 @@ class SleepingMemory:
         if found != self._address:
             reason = os.strerror(ctypes.get_errno())
             raise TransferFailed(
-                f"wake: {self._nbytes} bytes at {self._address:#x} must be mapped again: {reason}"
+                f"the system could not map {self._nbytes} bytes at {self._address:#x} again: {reason}"
             )

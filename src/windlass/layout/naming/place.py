@@ -89,7 +89,7 @@ def place(family: Family, name: str, shape: _Shape, geometry: Geometry, coords: 
         first_expert = coords.ep[0] * num_local
         if match.expert >= num_local:
             raise ManifestError(
-                f"parameter {name!r}: local expert must be < {num_local}, the experts per rank, "
+                f"parameter {name!r}: expert number must be < {num_local}, the number of experts per rank, "
                 f"got {match.expert}"
             )
     part = _Part(name, match, shape, rank, size, first_expert)
@@ -97,8 +97,8 @@ def place(family: Family, name: str, shape: _Shape, geometry: Geometry, coords: 
     padding = math.prod(shape) - sum(shard.box.numel for shard in shards)
     if padding < 0 or (padding and match.rule.cut is not Cut.VOCAB):
         raise ManifestError(
-            f"parameter {name!r} of shape {shape}: rule {match.rule.cut} must describe all elements, "
-            f"got {math.prod(shape) - padding} of {math.prod(shape)}"
+            f"parameter {name!r}: shape {shape} has {math.prod(shape)} elements, but the rule with cut "
+            f"{match.rule.cut.value!r} describes {math.prod(shape) - padding}"
         )
     return Placed(shards, padding)
 
@@ -143,7 +143,7 @@ class _Part:
         """Return the number of rows in each of `parts` equal parts; raise ManifestError if the parts are not equal."""
         if num_rows % parts:
             raise ManifestError(
-                f"parameter {self.name!r}: {num_rows} rows must be divisible by {parts}"
+                f"parameter {self.name!r}: number of rows must be divisible by {parts}, got {num_rows}"
             )
         return num_rows // parts
 
@@ -175,8 +175,8 @@ def _shards(part: _Part, geometry: Geometry, num_local: int) -> Iterator[PlacedS
             count = min(rows, geometry.vocab_size - first)
             if rows * size < geometry.vocab_size:
                 raise ManifestError(
-                    f"parameter {part.name!r}: {rows} rows on each of {size} ranks must hold "
-                    f"vocab_size {geometry.vocab_size}"
+                    f"parameter {part.name!r}: must have at least 1/{size} of vocab_size={geometry.vocab_size} rows, "
+                    f"got {rows}"
                 )
             yield part.rows(0, geometry.vocab_size, first, count, 0)
         case Cut.LATENT:
@@ -198,8 +198,9 @@ def _interleaved(part: _Part, geometry: Geometry) -> Iterator[PlacedShard]:
     local, total = part.shape[0], groups * sum(counts)
     if local * part.size != total:
         raise ManifestError(
-            f"parameter {part.name!r}: {local} rows on each of {part.size} ranks must be {total} rows "
-            f"in total: {groups} groups, each with {geometry.queries_per_group} queries, a key and a value"
+            f"parameter {part.name!r}: must have 1/{part.size} of {total} rows ({groups} groups of "
+            f"{geometry.queries_per_group} query heads, a key head and a value head, with {head} rows per head), "
+            f"got {local}"
         )
     begin, end, at = part.rank * local, (part.rank + 1) * local, 0
     for group in range(groups):
@@ -223,8 +224,8 @@ def _latent(part: _Part, geometry: Geometry) -> PlacedShard:
             first = 0 if rows == total else part.rank * rows
             return part.rows(0, total, first, rows, 0)
     raise ManifestError(
-        f"parameter {part.name!r}: must have all rows of its tensor, or 1/{part.size} of the rows, got {rows} rows; "
-        f"expected rows by name suffix: {dict(geometry.latent_rows)}"
+        f"parameter {part.name!r}: must have all rows of tensor {tensor!r}, or 1/{part.size} of the rows, got {rows} "
+        f"rows; rows of whole tensors by the end of the name: {dict(geometry.latent_rows)}"
     )
 
 

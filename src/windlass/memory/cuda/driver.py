@@ -29,7 +29,7 @@ def driver() -> Any:
         from cuda.bindings import driver as found
     except ImportError as error:
         raise TransportUnavailable(
-            f"CUDA: no cuda-bindings, which torch with CUDA installs: {error}"
+            f"CUDA: the package cuda-bindings cannot be imported: {error}; install torch with CUDA"
         ) from error
     try:
         (code,) = found.cuInit(0)

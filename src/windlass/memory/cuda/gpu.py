@@ -66,7 +66,7 @@ class Gpu:
             TransferFailed: queued work failed, or did not end within `deadline_s`, or no thread could start to wait.
             TransferOutcomeUnknown: an earlier wait has marked the GPU as late.
         """
-        self._wait_for(event.wait, deadline_s, "queued work was")
+        self._wait_for(event.wait, deadline_s, "queued work")
 
     def settle(self, deadline_s: float, step: Event | None = None) -> float:
         """Wait, before a transfer, for work of this process that may still change the weights.
@@ -80,16 +80,16 @@ class Gpu:
             Seconds that the wait took.
 
         Raises:
-            TransferFailed: the work failed or did not end within `deadline_s`. The text says that nothing was sent.
+            TransferFailed: the work failed or did not end within `deadline_s`. The error text says that nothing was sent.
             TransferOutcomeUnknown: an earlier wait has marked the GPU as late.
         """
         wait = self.device.synchronize if step is None else step.wait
-        return self._wait_for(wait, deadline_s, "work of this process was", "; nothing was sent")
+        return self._wait_for(wait, deadline_s, "work of this process", "; nothing was sent")
 
     def _wait_for(
         self, wait: Callable[[], None], deadline_s: float, what: str, hence: str = ""
     ) -> float:
-        """Call `wait` in a thread, and return the seconds it took. `what` and `hence` are parts of the errors' texts.
+        """Call `wait` in a thread, and return the seconds it took. `what` and `hence` are parts of the error texts.
 
         For errors see `settle`.
         """
@@ -98,7 +98,7 @@ class Gpu:
             return _waits.submit(wait).result(deadline_s)
         except FutureTimeout:
             raise TransferFailed(
-                f"GPU {self.device.ordinal}: {what} not over within {deadline_s} s{hence}"
+                f"GPU {self.device.ordinal}: {what} did not end within {deadline_s} s{hence}"
             ) from None
         except RuntimeError as error:
             if isinstance(error, WindlassError):
@@ -135,8 +135,9 @@ def end_queued(gpu: Gpu, error: Exception, deadline_s: float) -> None:
         gpu.finish(deadline_s)
     # If the wait fails for any reason, it is unknown whether the queued work has ended, so bytes may still arrive.
     except Exception as again:  # noqa: BLE001
-        gpu.distrust(f"{error}; then {again}: bytes may still arrive")
-        raise TransferOutcomeUnknown(f"{error}; then {again}: bytes may still arrive") from error
+        text = f"{error}; then the wait for queued work failed: {again}; bytes may still arrive"
+        gpu.distrust(text)
+        raise TransferOutcomeUnknown(text) from error
 
 
 @functools.cache

@@ -186,7 +186,8 @@ def _cut_values(op: BoundOp) -> StructuredArray:
     dst_row, dst_col = op.dst_strides
     if src_col != op.src_dtype.itemsize or dst_col != op.dst_dtype.itemsize:
         raise UnsupportedLayout(
-            f"cuda: quantised rows must be contiguous, got column strides {src_col} and {dst_col}"
+            f"cuda: quantised rows must be contiguous, got column strides of {src_col} bytes at the source and "
+            f"{dst_col} bytes at the destination"
         )
     row, col = np.arange(0, rows, BLOCK)[:, None], np.arange(0, columns, BLOCK)[None, :]
     pieces = np.zeros((len(row), col.shape[1]), PIECE)
