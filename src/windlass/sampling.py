@@ -87,7 +87,7 @@ class SamplingParams(msgspec.Struct, frozen=True, gc=False, kw_only=True, omit_d
         penalties = ("repetition_penalty", "frequency_penalty", "presence_penalty")
         for name in ("temperature", "top_p", "min_p", *penalties):
             if not is_number(value := getattr(self, name)):
-                raise ConfigError(f"sampling: {name} must be a number of Python, got {value!r}")
+                raise ConfigError(f"sampling: {name} must be a Python int or float, got {value!r}")
         is_all = self.top_k == -1 and not isinstance(self.top_k, bool)
         rules = {
             "temperature": (self.temperature >= 0, ">= 0"),
@@ -97,7 +97,10 @@ class SamplingParams(msgspec.Struct, frozen=True, gc=False, kw_only=True, omit_d
             "repetition_penalty": (0 < self.repetition_penalty < math.inf, "> 0 and finite"),
             "frequency_penalty": (-2 <= self.frequency_penalty <= 2, "in [-2, 2]"),
             "presence_penalty": (-2 <= self.presence_penalty <= 2, "in [-2, 2]"),
-            "logit_bias": (_is_bias(self.logit_bias), "token ids with numbers in [-100, 100]"),
+            "logit_bias": (
+                _is_bias(self.logit_bias),
+                "a mapping from token ids to numbers in [-100, 100]",
+            ),
             "sampling_seed": (
                 _is_seed(self.sampling_seed),
                 f"an integer in [0, {NUM_SEEDS}), or None",
@@ -129,7 +132,7 @@ class SamplingParams(msgspec.Struct, frozen=True, gc=False, kw_only=True, omit_d
         if len(structures) > 1:
             first, second = structures[:2]
             raise ConfigError(
-                f"sampling: {second} must be empty with {first}, got {getattr(self, second)!r}"
+                f"sampling: {second} must be empty if {first} is set, got {getattr(self, second)!r}"
             )
 
     @property

@@ -115,13 +115,16 @@ async def test_a_restarted_controller_uses_the_same_seeds(
         ({"sampling_seed": 1 << 31}, r"sampling_seed must be an integer in"),
         ({"sampling_seed": True}, r"sampling_seed must be an integer in .*, got True"),
         ({"frequency_penalty": 2.5}, r"frequency_penalty must be in \[-2, 2\], got 2\.5"),
-        ({"presence_penalty": "1"}, r"presence_penalty must be a number of Python, got '1'"),
-        ({"logit_bias": {7: 101}}, r"logit_bias must be token ids with numbers in \[-100, 100\]"),
-        ({"logit_bias": {"7": 1.0}}, r"logit_bias must be token ids with numbers"),
+        ({"presence_penalty": "1"}, r"presence_penalty must be a Python int or float, got '1'"),
+        (
+            {"logit_bias": {7: 101}},
+            r"logit_bias must be a mapping from token ids to numbers in \[-100, 100\]",
+        ),
+        ({"logit_bias": {"7": 1.0}}, r"logit_bias must be a mapping from token ids to numbers"),
         ({"priority": 1.5}, r"priority must be an integer, got 1\.5"),
         ({"choice": ("a", "")}, r"choice must be a tuple of texts, none of them empty"),
-        ({"choice": ("a",), "regex": "a"}, r"choice must be empty with regex, got \('a',\)"),
-        ({"ebnf": "a", "json_schema": "{}"}, r"ebnf must be empty with json_schema, got 'a'"),
+        ({"choice": ("a",), "regex": "a"}, r"choice must be empty if regex is set, got \('a',\)"),
+        ({"ebnf": "a", "json_schema": "{}"}, r"ebnf must be empty if json_schema is set, got 'a'"),
     ],
 )
 def test_sampling_parameters_outside_their_rules_are_refused(

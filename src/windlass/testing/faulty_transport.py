@@ -56,8 +56,8 @@ class Fault:
     def __post_init__(self) -> None:
         if self.delay_s < 0 or (self.delay_s > 0) != (self.kind is FaultKind.DELAY):
             raise ConfigError(
-                f"Fault: delay_s must be > 0 for delay and 0 otherwise, got {self.delay_s} for "
-                f"{self.kind.value}"
+                "Fault: delay_s must be > 0 for kind 'delay' and 0 for all other kinds, "
+                f"got {self.delay_s} for kind {self.kind.value!r}"
             )
 
 

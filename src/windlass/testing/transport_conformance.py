@@ -125,7 +125,9 @@ class Rig:
             return
         there = np.frombuffer(self.peer.read(0, NBYTES), np.uint8)
         wrong = np.flatnonzero(there != image)
-        raise AssertionError(f"{what}: {len(wrong)} bytes differ, the first at {int(wrong[0])}")
+        raise AssertionError(
+            f"{what}: {len(wrong)} bytes of the peer's arena are wrong, the first at offset {int(wrong[0])}"
+        )
 
     def check_untouched(self, what: str) -> None:
         """Check that every byte of the peer's arena is `GUARD`."""
@@ -145,7 +147,7 @@ class Rig:
             self.write(batch, deadline_s)
         seconds = time.monotonic() - start
         check(seconds < limit_s, f"the error must come within {limit_s} s, took {seconds:.1f} s")
-        check("\n" not in str(caught.value), "messages are one line")
+        check("\n" not in str(caught.value), f"the error must be one line, got {caught.value!s}")
         return str(caught.value)
 
 
@@ -361,19 +363,28 @@ class TransportConformance:
         region = rig.transport.register(address, 4096)
         rig.write(batch)
         rig.transport.unregister(region)
-        check(rig.peer.read(0, 16) == bytes([3] * 16), "a region registered again is a source")
+        check(
+            rig.peer.read(0, 16) == bytes([3] * 16),
+            "a write must accept a source that was registered again",
+        )
 
     def test_ranges_registered_together_are_sources_and_go_one_by_one(self, rig: Rig) -> None:
         base = rig.place(np.repeat(np.arange(1, 5, dtype=np.uint8), 4096))
         starts = [base + 4096 * index for index in range(4)]
         regions = rig.transport.register_all([(start, 4000) for start in starts])
-        check([r.address for r in regions] == starts, f"in the order of the call, got {regions}")
+        check(
+            [r.address for r in regions] == starts,
+            f"register_all must return regions in the order of its argument, got {regions}",
+        )
         rig.transport.unregister(regions[1])
         for index in (0, 2, 3):
             batch = rig.batch([0], [64 * index], [16])
             batch.local_addresses[0] = starts[index]
             rig.write(batch)
-            check(rig.peer.read(64 * index, 16) == bytes([index + 1] * 16), f"range {index}")
+            check(
+                rig.peer.read(64 * index, 16) == bytes([index + 1] * 16),
+                f"bytes of range {index} did not arrive",
+            )
         for address in (starts[1], starts[2] + 3999):
             batch = rig.batch([0], [0], [16])
             batch.local_addresses[0] = address
@@ -402,7 +413,10 @@ class TransportConformance:
         rig.peer.unregister()
         rig.peer.register()
         rig.write(rig.batch([0], [0], [16]))
-        check(rig.peer.read(0, 16) == rig.arena.bytes[:16].tobytes(), "written after it came back")
+        check(
+            rig.peer.read(0, 16) == rig.arena.bytes[:16].tobytes(),
+            "bytes must arrive after the peer has registered its memory again",
+        )
 
     def test_memory_registered_after_a_fence_at_either_end_is_written(self, rig: Rig) -> None:
         """Check registration after a fence, because an engine may register its shadow copy again after a fence."""
@@ -418,15 +432,19 @@ class TransportConformance:
             start = 4096 * (number + 1)
             rig.write(rig.batch([start], [0], [16]))
             image = rig.arena.bytes[start : start + 16].tobytes()
-            check(rig.peer.read(0, 16) == image, f"written after fence {number}")
+            check(rig.peer.read(0, 16) == image, f"bytes must arrive after fence {number}")
 
     def test_a_deadline_that_has_passed_is_an_error(self, rig: Rig) -> None:
         rig.refused(rig.batch([0], [0], [16]), TransferError, deadline_s=0.0)
 
     def test_the_report_names_the_transport(self, rig: Rig) -> None:
         report = rig.transport.report()
-        check(report.transport == rig.transport.endpoint().transport, f"got {report}")
-        check(bool(report.protocol) and bool(report.detail), f"got {report}")
+        name = rig.transport.endpoint().transport
+        check(report.transport == name, f"the report must name transport {name!r}, got {report}")
+        check(
+            bool(report.protocol) and bool(report.detail),
+            f"protocol and detail of the report must not be empty, got {report}",
+        )
 
     def test_a_dead_peer_is_unreachable_before_and_after_contact(self, mortal: Rig) -> None:
         batch = mortal.batch([0], [0], [4096])
@@ -438,7 +456,10 @@ class TransportConformance:
         with closing(successor):
             rig = Rig(mortal.transport, mortal.arena, successor)
             rig.write(rig.batch([0], [0], [4096]))
-            check(successor.read(0, 4096) == mortal.arena.bytes[:4096].tobytes(), "the successor")
+            check(
+                successor.read(0, 4096) == mortal.arena.bytes[:4096].tobytes(),
+                "bytes must arrive at the new peer",
+            )
 
     def test_close_is_idempotent_and_ends_the_right_to_write(self, mortal: Rig) -> None:
         batch = mortal.batch([0], [0], [16])
@@ -464,7 +485,10 @@ class ProcessConformance(TransportConformance):
         start = time.monotonic()
         with pytest.raises((PeerUnreachable, TransferOutcomeUnknown)) as caught:
             mortal.write_until(batch, start + self.deadline_s)
-        check(time.monotonic() < start + self.deadline_s, f"too late: {caught.value}")
+        check(
+            time.monotonic() < start + self.deadline_s,
+            f"the error must come within {self.deadline_s} s, came later: {caught.value}",
+        )
         mortal.refused(batch, PeerUnreachable)
 
     def test_a_stopped_peer_is_an_error_in_time_unless_the_wire_is_one_sided(

@@ -146,8 +146,8 @@ def _box_of(name: str, tensor: DTensor, *, by_fsdp: bool) -> Box:
             held = (*tensor._local_tensor.shape, *([0] * tensor.dim()))[dim]
             if held == len(read) and not np.array_equal(read, np.arange(sizes[dim]) + offsets[dim]):
                 raise UnsupportedLayout(
-                    f"parameter {name!r}: dim {dim} of {tensor.shape[dim]} must be cut evenly by "
-                    f"{tensor.placements}, because torch distributes and gathers uneven strided shards differently"
+                    f"parameter {name!r}: dim {dim} must be cut evenly, because torch distributes and gathers uneven strided "
+                    f"shards differently, got {tensor.shape[dim]} elements and placements {tensor.placements}"
                 )
     return Box(tuple(offsets), tuple(sizes))
 
@@ -184,8 +184,8 @@ def _cut_order(name: str, tensor: DTensor) -> dict[int, list[int]]:
                 position += 1
             if parts != factor:
                 raise UnsupportedLayout(
-                    f"parameter {name!r}: split factor of {placement} must be the number of parts that "
-                    f"other mesh axes cut the dim into before, got placements {tensor.placements}"
+                    f"parameter {name!r}: split factor of {placement} must be the number of parts into which earlier "
+                    f"cuts (along other mesh axes) divide the dim, got placements {tensor.placements}"
                 )
             order.insert(position, axis)
         elif not placement.is_replicate():
@@ -357,7 +357,7 @@ def _can_be_sent(held: HeldTensor, role: Role) -> bool:
     except UnsupportedLayout as error:
         if not held.is_buffer or role is not Role.TRAINER:
             raise
-        _log.info("buffers that cannot be sent are left out: %s", error)
+        _log.info("left out a buffer that cannot be sent: %s", error)
         return False
     return True
 
@@ -397,12 +397,15 @@ def check_memory(name: str, tensor: torch.Tensor) -> None:
         lacks = f"one with {tensor.layout}"
     if not lacks and not _has_memory(local := local_tensor(tensor)):
         lacks = f"a {type(local).__name__} without memory of its own"
-    if not lacks and (local.is_neg() or local.is_conj()):
-        bit, remedy = ("negative", "neg") if local.is_neg() else ("conjugate", "conj")
-        lacks = f"one with torch's {bit} bit; publish `tensor.resolve_{remedy}()`"
     if lacks:
         raise UnsupportedLayout(
             f"parameter {name!r}: must be a tensor with memory and strides, got {lacks}"
+        )
+    if local.is_neg() or local.is_conj():
+        bit, remedy = ("negative", "neg") if local.is_neg() else ("conjugate", "conj")
+        raise UnsupportedLayout(
+            f"parameter {name!r}: memory must contain the tensor's values, got a tensor with torch's {bit} bit; publish "
+            f"`tensor.resolve_{remedy}()`"
         )
 
 
