@@ -50,7 +50,10 @@ ENDS = "raise SystemExit(3)"
     ("server", "says"),
     [
         (SERVES, "engine vllm was refused: .*: no kernel casts bfloat16 to float32"),
-        (ENDS, "engine vllm was refused: its server ended with status 3 before it served"),
+        (
+            ENDS,
+            "engine vllm was refused: the server ended with status 3 before it accepted requests",
+        ),
     ],
 )
 async def test_a_launched_engine_reports_why_it_cannot_join(server: str, says: str) -> None:

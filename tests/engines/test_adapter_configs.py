@@ -24,7 +24,7 @@ def folder(tmp_path: Path, **config: Any) -> str:
 def test_adapter_whose_initialisation_changes_the_base_is_refused(tmp_path: Path, how: str) -> None:
     with pytest.raises(
         UnsupportedLayout,
-        match=f"--adapter mine: init_lora_weights: .*{how}.*path_initial_model_for_weight_conversion",
+        match=f"--adapter mine: init_lora_weights must .*{how}.*path_initial_model_for_weight_conversion",
     ):
         adapter_of(folder(tmp_path, init_lora_weights=how))
 
@@ -39,12 +39,15 @@ def test_adapter_whose_initialisation_keeps_the_base_is_accepted(
 @pytest.mark.parametrize(
     ("config", "says"),
     [
-        ({"alora_invocation_tokens": [1, 2]}, "alora_invocation_tokens: .*train it without"),
-        ({"target_modules": ["q_proj", "embed_tokens"]}, r"target_modules: .*\['embed_tokens'\]"),
-        ({"target_modules": ["lm_head"]}, "train the adapter without them"),
+        ({"alora_invocation_tokens": [1, 2]}, "alora_invocation_tokens must .*train it without"),
+        (
+            {"target_modules": ["q_proj", "embed_tokens"]},
+            r"target_modules must .*\['embed_tokens'\]",
+        ),
+        ({"target_modules": ["lm_head"]}, r"must leave out .*\['lm_head'\]"),
         ({"target_modules": "lm_head"}, "target_modules"),
         ({"target_parameters": ["mlp.experts.gate_up_proj"]}, "target_parameters"),
-        ({"use_qalora": True}, "use_qalora: this variant"),
+        ({"use_qalora": True}, "use_qalora must not be set"),
         ({"use_dora": True}, "use_dora"),
     ],
 )

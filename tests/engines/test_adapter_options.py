@@ -42,7 +42,7 @@ def test_a_folder_without_an_adapter_of_peft_is_refused(tmp_path: Path) -> None:
     ("config", "reason"),
     [
         ({"use_dora": True}, "use_dora"),
-        ({"peft_type": "IA3"}, "only LORA"),
+        ({"peft_type": "IA3"}, "must be LORA, got IA3"),
         ({"bias": "all"}, "no biases"),
         ({"lora_bias": True}, "no biases"),
         ({"modules_to_save": ["embed_tokens"]}, "modules_to_save"),

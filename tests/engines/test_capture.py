@@ -644,6 +644,6 @@ def test_a_fused_tensor_of_several_checkpoint_types_is_refused() -> None:
         CheckpointSpec("A_log", (6,), DType.FLOAT32), CheckpointSpec("shuffled", (64, 64), DType.FLOAT32),
     ]  # fmt: skip
     with pytest.raises(
-        UnsupportedLayout, match=r"fused: its checkpoint tensors must be of one dtype"
+        UnsupportedLayout, match=r"fused: the checkpoint tensors .* must have one dtype"
     ):
         capture(engine, specs, engine.load, worker="e/0")

@@ -212,7 +212,7 @@ async def test_rank_that_lost_its_weights_refuses_what_an_update_cannot_fill(ran
         rank.engine_rank.sleep.missed = ""
         memory = rank.model.weight.data
         rank.model.weight.data = memory.clone()
-        with pytest.raises(RoundAborted, match="tensors that moved"):
+        with pytest.raises(RoundAborted, match="these tensors have moved"):
             await asyncio.to_thread(publish, weights(9), controller.url, 2)
         rank.model.weight.data = memory
         trainer = weights(9)

@@ -98,3 +98,6 @@ def test_a_quantisation_is_found_in_every_place_that_engines_read(tmp_path: Path
     (tmp_path / "hf_quant_config.json").write_text('{"quantization": {"quant_algo": "NVFP4"}}')
     with pytest.raises(ConfigError, match="nvfp4"):
         require_followed(tmp_path, [])
+    (tmp_path / "hf_quant_config.json").write_text("{")
+    with pytest.raises(ConfigError, match=r"hf_quant_config\.json must be valid"):
+        require_followed(tmp_path, [])

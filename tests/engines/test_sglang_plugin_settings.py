@@ -63,7 +63,8 @@ def test_a_server_on_loopback_cannot_join_a_remote_controller(
     address_towards_elsewhere()
     monkeypatch.setenv(CONTROLLER_VARIABLE, ELSEWHERE)
     with pytest.raises(
-        ConfigError, match=r"--host must be an address that others reach.*got '127\.0\.0\.1'"
+        ConfigError,
+        match=r"--host must be an address that other hosts can reach.*got '127\.0\.0\.1'",
     ):
         plugin.SglangMember(settings("127.0.0.1"))
 
@@ -71,7 +72,7 @@ def test_a_server_on_loopback_cannot_join_a_remote_controller(
 @pytest.mark.parametrize("host", ["127.0.0.1", "0.0.0.0"])
 def test_a_server_over_several_hosts_must_be_reachable_by_its_ranks(host: str) -> None:
     """Check a controller on the same host, for which the server would choose its loopback address."""
-    with pytest.raises(ConfigError, match=r"since a rank is on another host, got '127\.0\.0\.1'"):
+    with pytest.raises(ConfigError, match=r"because a rank is on another host, got '127\.0\.0\.1'"):
         plugin.SglangMember(settings(host, nnodes=2))
 
 
@@ -79,7 +80,7 @@ def test_a_join_order_to_a_server_over_several_hosts_must_have_no_token() -> Non
     member = plugin.SglangMember(settings("10.0.0.2", nnodes=2))
     # The refusal must not prevent a later order to join.
     for _ in range(2):
-        with pytest.raises(ConfigError, match="token must not be given"):
+        with pytest.raises(ConfigError, match="token must be empty or the server's own token"):
             member.join(JoinOrder("http://10.0.0.1:8000", token="another"))
 
 

@@ -277,7 +277,7 @@ def test_a_layout_that_is_refused_leaves_an_engine_that_answers_as_before() -> N
         for layer in model.rows:
             layer.factor += 1.0
 
-    with pytest.raises(UnsupportedLayout, match="computes from the checkpoint"):
+    with pytest.raises(UnsupportedLayout, match="cannot compute them again"):
         capture(model, SPECS, load, worker="e/0", recompute=False)
     assert torch.equal(model(X), answer)
 

@@ -133,7 +133,7 @@ def test_an_engine_server_that_never_serves_is_ended_by_its_deadline(
     capfd: pytest.CaptureFixture[str],
 ) -> None:
     assert serve("import time; time.sleep(60)", "--start-deadline-s", "0.5") == 2
-    said = "engine a: PeerTimeout: its server has not logged 'never said' after 0.5 s"
+    said = "engine a: PeerTimeout: the server did not log 'never said' within 0.5 s"
     assert said in capfd.readouterr().err
 
 

@@ -87,26 +87,34 @@ class _Config(msgspec.Struct, frozen=True):
     def refusals(self) -> Mapping[str, bool]:
         """Return all possible reasons to refuse an adapter: reason -> whether it applies to this adapter."""
         return {
-            f"peft_type {self.peft_type}: only LORA can be updated": self.peft_type != "LORA",
-            "use_dora: magnitudes are computed with the model's weights": self.use_dora,
-            "bias: engines serve no biases of adapters": self.bias != "none" or self.lora_bias,
-            "modules_to_save: engines serve low-rank weights only": bool(self.modules_to_save),
-            "trainable_token_indices: these are embeddings": bool(self.trainable_token_indices),
-            "layer_replication: layers share weights": bool(self.layer_replication),
-            f"init_lora_weights: must be one of {sorted(_KEEP_BASE)} or a bool, got {self.init_lora_weights!r}, which "
-            "changes the weights of the base model, so that the adapter does not fit the base that engines hold; "
-            "convert the adapter when it is saved (`path_initial_model_for_weight_conversion` of `save_pretrained`), "
-            "or train one with the default initialisation": self._changes_base,
-            "alora_invocation_tokens: engines apply an adapter to all tokens, but this adapter applies only from its "
-            "invocation tokens on; train it without them": bool(self.alora_invocation_tokens),
-            f"target_modules: must leave out embeddings and the output matrix, got {self._outer}: engines serve "
-            "adapters of linear layers inside the model; train the adapter without them": bool(
-                self._outer
+            f"peft_type must be LORA, got {self.peft_type}": self.peft_type != "LORA",
+            "use_dora must be false, because the magnitudes of DoRA depend on the base model's weights": self.use_dora,
+            "bias must be none and lora_bias false, because engines serve no biases of adapters": self.bias
+            != "none"
+            or self.lora_bias,
+            "modules_to_save must be empty, because engines serve only the adapter's low-rank matrices": bool(
+                self.modules_to_save
             ),
-            "target_parameters: engines serve adapters of modules only": bool(
+            "trainable_token_indices must be empty, because engines serve no embeddings of adapters": bool(
+                self.trainable_token_indices
+            ),
+            "layer_replication must be empty, because replicated layers share weights": bool(
+                self.layer_replication
+            ),
+            f"init_lora_weights must be one of {sorted(_KEEP_BASE)} or a bool, got {self.init_lora_weights!r}: this "
+            "initialisation changes the weights of the base model, but engines serve the original base model; convert "
+            "the adapter when you save it (`path_initial_model_for_weight_conversion` of `save_pretrained`), or train "
+            "with the default initialisation": self._changes_base,
+            "alora_invocation_tokens must be empty: this adapter applies only from its invocation tokens on, but engines "
+            "apply an adapter to all tokens; train it without invocation tokens": bool(
+                self.alora_invocation_tokens
+            ),
+            f"target_modules must leave out embeddings and the output matrix, got {self._outer}: engines serve only "
+            "adapters of linear layers inside the model": bool(self._outer),
+            "target_parameters must be empty, because engines serve only adapters of modules": bool(
                 self.target_parameters
             ),
-            f"{', '.join(self._variants)}: this variant computes with more than two matrices; train plain LoRA": bool(
+            f"{', '.join(self._variants)} must not be set, because engines compute plain LoRA only": bool(
                 self._variants
             ),
         }
@@ -156,13 +164,15 @@ def adapter_of(text: str, option: str = "--adapter") -> Adapter | None:
     missing = [file for file in (WEIGHTS, CONFIG) if not (folder / file).is_file()]
     if missing:
         raise ConfigError(
-            f"{option} {name}: {folder} must contain {WEIGHTS} and {CONFIG}, it lacks "
-            f"{' and '.join(missing)}"
+            f"{option} {name}: {folder} must contain {WEIGHTS} and {CONFIG}, but has no "
+            f"{' and no '.join(missing)}"
         )
     try:
         config = msgspec.json.decode((folder / CONFIG).read_bytes(), type=_Config)
     except msgspec.MsgspecError as error:
-        raise ConfigError(f"{option} {name}: {folder / CONFIG}: {error}") from error
+        raise ConfigError(
+            f"{option} {name}: {folder / CONFIG} must be a configuration of PEFT: {error}"
+        ) from error
     for reason, applies in config.refusals().items():
         if applies:
             raise UnsupportedLayout(f"{option} {name}: {reason}")

@@ -205,5 +205,7 @@ def _offers_for(
     )
     if not found:
         names = [offer.transport for offer in transport.offers()]
-        raise ConfigError(f"transport: one of {names} must be able to write every memory region")
+        raise ConfigError(
+            f"transport: at least one of {names} must let peers write all memory regions of the engine"
+        )
     return found

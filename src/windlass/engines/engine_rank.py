@@ -132,7 +132,7 @@ class RankHooks:
                 `Captured.look` found a value that an update cannot refill.
         """
         if not self.turn.acquire(timeout=deadline_s):
-            raise PeerTimeout(f"pause: the rank has not fallen asleep within {deadline_s} s")
+            raise PeerTimeout(f"pause: this rank was still falling asleep after {deadline_s} s")
         self.in_round = True
         self.turn.release()
         blocked = self._gate.ask(pause_id)
@@ -327,8 +327,8 @@ class EngineRank:
         """
         if rank >= settings.world_size:
             raise ConfigError(
-                f"--tp x --pp x --dp must be the number of the server's ranks, got {settings.world_size} "
-                f"although a rank has the index {rank}"
+                f"--tp x --pp x --dp must be the number of ranks of the server, got {settings.world_size}, but a rank "
+                f"has the index {rank}"
             )
         seconds: dict[str, float] = {}
         if self._first is None or (
@@ -466,8 +466,8 @@ class EngineRank:
         # Mixed weights do no harm if they are lost: the next fleet fills all of them before the engine serves.
         if self._client.agent.mixed_weights and not self.sleep.is_lost:
             raise ProtocolError(
-                "leave: the weights of this rank may be mixed: restart the engine, or restart its "
-                "previous controller"
+                "leave: the weights of this rank may be of two versions; start the previous controller again and publish "
+                "a version, or restart the engine"
             )
 
     def _require_same(self, settings: AgentSettings) -> None:

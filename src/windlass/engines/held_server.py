@@ -52,7 +52,7 @@ def note_held(url: str, controller: str, is_held: bool) -> None:
         _log.warning("%s", held_reason(controller))
         (own_folder() / name).write_text(controller)
     except (ConfigError, OSError) as error:
-        _log.warning("requests will wait without a reason: %s", error)
+        _log.warning("cannot update the record of whether this engine is held: %s", error)
 
 
 def held_for(url: str) -> str:
@@ -76,7 +76,7 @@ def held_reason(controller: str) -> str:
     """Return the text about a server that waits for `controller`."""
     return (
         f"the weights of this engine may be of two versions, because an update of the controller {controller} did not end; "
-        "the engine continues with the next version of this controller; if there will be none, restart the engine"
+        "publish a version from this controller, or restart the engine"
     )
 
 

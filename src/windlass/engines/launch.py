@@ -370,7 +370,7 @@ def _order_join(args: argparse.Namespace, server: str, url: str, token: str = ""
     if not key:
         raise ConfigError(
             f"{server} must be a server of this user on this host, with Windlass's plugin and "
-            f"{CONTROLLER_VARIABLE} in its environment; this host has no key of such a server"
+            f"{CONTROLLER_VARIABLE} in its environment, but this host has no key of the server"
         )
     deadline_s = args.join_deadline_s or join_deadline_s(Path(args.model))
     order = JoinOrder(
@@ -503,11 +503,12 @@ def _wait_and_order_join(
     try:
         if not ready.wait(args.start_deadline_s):
             raise PeerTimeout(
-                f"its server has not logged {ready_line!r} after {args.start_deadline_s} s"
+                f"the server did not log {ready_line!r} within {args.start_deadline_s} s"
             )
         if server.poll() is not None:
             _report_cannot_join(
-                args, f"its server ended with status {server.returncode} before it served"
+                args,
+                f"the server ended with status {server.returncode} before it accepted requests",
             )
             return
         wait_for_server(args.host, args.port)
@@ -554,7 +555,9 @@ def wait_for_server(host: str, port: int) -> None:
         except OSError as error:
             left_s = end_s - time.monotonic()
             if left_s <= 0:
-                raise PeerUnreachable(f"engine server {host}:{port}: {error}") from error
+                raise PeerUnreachable(
+                    f"engine server {host}:{port} accepted no connection within {REACH_DEADLINE_S} s: {error}"
+                ) from error
             threading.Event().wait(min(next(pauses), left_s))
         else:
             return

@@ -120,8 +120,8 @@ class Member(ABC):
             check_url(order.controller, "controller")
             if self._spans_hosts and order.token not in ("", self.token):
                 raise ConfigError(
-                    "token must not be given to a server over several hosts: ranks on other hosts use the "
-                    "token with which they were started"
+                    "token must be empty or the server's own token if the server spans several hosts, because ranks on "
+                    "other hosts use the token with which they were started"
                 )
             name = order.name or self.name_for(order.controller)
             url = order.url or self.url_for(order.controller)
@@ -171,6 +171,6 @@ class Member(ABC):
         if is_loopback(host) and (self._spans_hosts or not is_this_host(controller)):
             who = "a rank" if self._spans_hosts else controller
             raise ConfigError(
-                f"--host must be an address that others reach, since {who} is on another host, got {host!r}"
+                f"--host must be an address that other hosts can reach, because {who} is on another host, got {host!r}"
             )
         return host

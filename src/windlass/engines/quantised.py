@@ -98,15 +98,18 @@ def _declared(folder: Path) -> _Quantisation | None:
         ConfigError: config.json or NVIDIA ModelOpt's configuration file is invalid.
     """
     modelopt, path = folder / "hf_quant_config.json", folder / "config.json"
+    is_modelopt = modelopt.exists()
+    if is_modelopt:
+        path = modelopt
+    elif not path.exists():
+        return None
     try:
-        if modelopt.exists():
-            found = msgspec.json.decode(modelopt.read_bytes(), type=_Modelopt).quantization
+        if is_modelopt:
+            found = msgspec.json.decode(path.read_bytes(), type=_Modelopt).quantization
             return msgspec.structs.replace(found, quant_method="modelopt")
-        if not path.exists():
-            return None
         config = msgspec.json.decode(path.read_bytes(), type=_Config)
     except msgspec.DecodeError as error:
-        raise ConfigError(f"checkpoint: {folder}: config.json must be valid: {error}") from error
+        raise ConfigError(f"checkpoint: {path} must be valid: {error}") from error
     inner = config.text_config.quantization_config if config.text_config else None
     return config.quantization_config or config.compression_config or inner
 

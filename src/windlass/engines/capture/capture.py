@@ -162,7 +162,7 @@ def capture(
         raise
     except Exception as error:
         raise UnsupportedLayout(
-            f"{worker}: the engine's loader failed while its layout was captured: "
+            f"{worker}: the engine's loader failed during the capture of the layout: "
             f"{type(error).__name__}: {error}"
         ) from error
     finally:
@@ -172,7 +172,10 @@ def capture(
     # Describe the tensors of the restored model, because a load may have replaced tensors.
     now = held()
     made = [n for n in seen.numbers if n not in now or now[n].reach != seen.holdings[n].reach]
-    refuse(made, "tensors that did not exist before the engine's loader made them")
+    refuse(
+        made,
+        "these tensors did not exist before the capture; the engine's loader creates them only in a later load",
+    )
     if reference is not None:
         with _timed(seconds, "own checkpoint"):
             _require_samples(reference, codes, replace(seen, holdings=now), apart)
@@ -381,7 +384,10 @@ def _observe_every_tensor(
     if not seen.computed:
         return seen, None
     if not recompute:
-        refuse(seen.computed, "tensors that the engine computes from the checkpoint")
+        refuse(
+            seen.computed,
+            "the engine computes these tensors, and its loader cannot compute them again after an update",
+        )
     with _timed(loads.seconds, "computed tensors"):
         part = plan_recompute(seen.computed, seen.numbers, loads.codes, loads.load, loads.held)
     return replace(seen, computed=seen.computed & frozenset(part.names if part else ())), part
@@ -392,8 +398,8 @@ def _observe_once(
 ) -> Seen:
     """Load digits to read the layout, then load random values once or twice to check the layout. Return the layout.
 
-    Add the paths of Python numbers that the loads have changed to `loads.counted` and to `loads.held.numbers`. Afterwards
-    the model contains the random values.
+    Add the paths of changed Python numbers to `loads.counted` and to `loads.held.numbers`. Afterwards the model contains the
+    random values.
 
     `scattered` has the names of tensors above `exact_numel` elements that must be read at every place. If `layers` is
     given, load digits only for the checkpoint tensors `layers.loaded`.
@@ -446,11 +452,11 @@ def _observe_once(
         again = _compare_values(loads, held, {n: numbers[n] for n in right}, seed)
         right = {n for n in right if again[n] == checks[n]}
         unwritten = [n for n, constant in idle.items() if not _same(held[n].memory(), constant)]
-        refuse(unwritten, "parameters that the engine's loader does not write")
+        refuse(unwritten, "the engine's loader does not write these parameters")
     loads.held.numbers |= (changed := _changed_numbers(counted, loads))
     loads.counted.update(changed)
     moved = [n for n in changing if held[n].address != places.get(n) and _must_stay(held[n])]
-    refuse(moved, "tensors that move with every load")
+    refuse(moved, "the engine's loader moves these tensors with every load")
     unproven = frozenset(
         n
         for n in checks
@@ -749,8 +755,8 @@ def _refuse_numbers(loads: _Loads, before: Mapping[str, Number]) -> None:
     hidden = differing(start, before) - differing(start, now) - loads.counted
     refuse(
         sorted(hidden & now.keys()),
-        "numbers that the engine takes from its checkpoint, and that random values do not change; change the engine's "
-        "code to compute them from its weights at every step",
+        "these numbers depend on the checkpoint, but random weights do not change them, so capture cannot observe how "
+        "they depend on it; change the engine's code to compute them from its weights at every step",
     )
 
 

@@ -83,8 +83,8 @@ def checkpoint_specs(folder: Path, *, adapter: bool = False) -> tuple[Checkpoint
                 found[name] = CheckpointSpec(name, tuple(entry.get_shape()), _SAFETENSORS[dtype])
             elif quantised or dtype not in _INTEGERS_STORED:
                 raise UnsupportedLayout(
-                    f"checkpoint: tensor {name!r}: dtype must be one of {list(_SAFETENSORS)}, because "
-                    f"capture numbers the elements in the tensor's own dtype, got {dtype}"
+                    f"checkpoint: the dtype of tensor {name!r} must be one of {list(_SAFETENSORS)}, got {dtype}: "
+                    "capture cannot number the elements of other dtypes"
                 )
     return tuple(found.values())
 
@@ -130,7 +130,7 @@ def _require_file(path: Path) -> None:
     """Raise ConfigError unless `path` is a file or a link to a file, because opening a FIFO would block."""
     if not path.is_file():
         raise ConfigError(
-            f"checkpoint: {path} must be a file or a link to one, got a folder, a FIFO or a link to nothing"
+            f"checkpoint: {path} must be a file or a link to a file, but is a folder, a FIFO or a broken link"
         )
 
 

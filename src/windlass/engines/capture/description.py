@@ -394,8 +394,8 @@ def _received_dtype(name: str, holding: Holding, parts: Parts) -> DType:
         return own
     if len(stored) > 1:
         raise UnsupportedLayout(
-            f"{name}: its checkpoint tensors must be of one dtype, or the engine's tensor must be float32, "
-            f"got {sorted(stored)} for {own}"
+            f"{name}: the checkpoint tensors of this {own} parameter must have one dtype, got {sorted(stored)}; "
+            "otherwise the engine must store the parameter in float32"
         )
     return stored.pop()
 
@@ -498,7 +498,8 @@ def _repack(
     """
     if not numbers.by_place:
         raise UnsupportedLayout(
-            f"{name}: checkpoint elements are scattered in this tensor, and the tensor is too large to read every place"
+            f"{name}: checkpoint elements are scattered in this tensor, which is too large for capture to read every "
+            "element"
         )
     values, written = numbers.placed()
     unique, elements = np.unique(values, return_inverse=True)

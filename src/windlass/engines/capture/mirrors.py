@@ -113,9 +113,9 @@ class Found:
             name, how = next(iter(self.derived.items()))
             refuse(
                 self.derived,
-                "values that depend on weights, but that neither a load nor an update changes "
-                f"({name} {how}); change the engine's code to compute them in its loader or at every step, or "
-                "delete them when weights change",
+                f"these values depend on weights ({name} {how}), but neither a load nor an update changes them; change "
+                "the engine's code to compute them in its loader or at every step, or to delete them when weights "
+                "change",
             )
 
 
@@ -644,7 +644,7 @@ _NUM_FULL_LOOKS = 2
 An engine may allocate a tensor at its start and fill the tensor in its first forward passes.
 """
 _TRIES = 3
-_MOVED = "tensors that moved since the layout was captured"
+_MOVED = "these tensors have moved since the layout was captured"
 
 
 @final

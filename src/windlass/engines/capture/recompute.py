@@ -160,12 +160,15 @@ class Recompute:
             earlier = found
         else:
             raise UnsupportedLayout(
-                f"{said(self.names)}: after a failure, the engine's loader leaves different bytes "
-                f"with every load of the same tensors"
+                f"{said(self.names)}: since a load failed, every load of the same checkpoint tensors gives these "
+                "tensors other bytes; restart the engine"
             )
         stale = sorted(n for n, p in {**before, **self._constants}.items() if found.get(n) != p)
-        why = "tensors that the engine's loader must not change, but has changed after an earlier failure"
-        refuse(stale, why)
+        refuse(
+            stale,
+            "the engine's loader must not change these tensors, but has changed them after an earlier failure; restart "
+            "the engine",
+        )
 
     def _load_once(self) -> None:
         """Load the buffers once, and check what the loader has read, written and moved; see `run`."""
@@ -181,11 +184,11 @@ class Recompute:
             ) from error
         held = self.held()
         moved = [n for n, at in self._fixed.items() if n not in held or held[n].address != at]
-        refuse(moved, "tensors that the engine's loader has moved")
+        refuse(moved, "the engine's loader has moved these tensors")
         unwritten = sorted(n for n, c in marks.clear(held).items() if c != self.unwritten[n])
-        refuse(unwritten, "tensors that the engine's loader has not written")
+        refuse(unwritten, "the engine's loader has not written these tensors")
         missing = [s.name for s, _ in self.buffers if s.name not in taken]
-        refuse(missing, "tensors that the engine's loader has not read")
+        refuse(missing, "the engine's loader has not read these tensors")
 
     def _received(self, taken: list[str]) -> Iterator[tuple[str, torch.Tensor]]:
         """Yield (name, copy) for each buffer, and add each yielded name to `taken`. The loader may keep the copies."""
@@ -236,7 +239,11 @@ class Search:
         """
         every = frozenset(spec.name for spec in self.codes.specs)
         unaffected = sorted(self.base.keys() - self._changed_by(every))
-        refuse(unaffected, "tensors that the engine does not compute from the checkpoint alone")
+        refuse(
+            unaffected,
+            "the engine computes these tensors, but other checkpoint values do not change them, so capture cannot find "
+            "the checkpoint tensors that they depend on",
+        )
         patterns = patterns_of(spec.name for spec in self.codes.specs)
         kinds = [tuple(names) for names in patterns.values()]
         members = frozenset().union(*self._groups_with_sources(kinds, known=True))
@@ -244,7 +251,10 @@ class Search:
         if not self._changed_by(every - found):
             return found
         if members == found or self._changed_by(every - members):
-            refuse(self.base, "computed tensors, for which the search cannot find all sources")
+            refuse(
+                self.base,
+                "capture cannot find all checkpoint tensors from which the engine computes these tensors",
+            )
         return members
 
     def _changed_by(self, names: frozenset[str]) -> frozenset[str]:
@@ -333,7 +343,7 @@ def plan_recompute(
     unsteady = sorted(name for name, value in prints().items() if base.get(name) != value)
     refuse(
         {*unsteady} - held.numbers,
-        "tensors that the engine computes differently in two equal loads",
+        "the engine computes these tensors differently in two equal loads",
     )
     # A number that differs after two equal loads is a counter. It does not depend on weights.
     ignored = {*unsteady} | _find_unaffected_numbers(base, codes, load, held)
@@ -351,7 +361,7 @@ def plan_recompute(
         if bad and wider != sources:
             sources = wider
             bad = part.disturbed(sources)
-    wrong = "tensors with wrong values after the engine's loader computes"
+    wrong = "these tensors have wrong values after the engine's loader computes"
     refuse(bad, f"{wrong} {said(computed)} again")
     return part.recompute(sources)
 
@@ -376,7 +386,7 @@ def _find_unaffected_numbers(
         load(codes.digits(0))
         now = prints_of(held())
         hidden = sorted(n for n in unaffected if now.get(n) != base[n])
-        refuse(hidden, "numbers that depend on weights, but that most weight values do not change")
+        refuse(hidden, "these numbers depend on weights, but most weight values do not change them")
     return unaffected
 
 

@@ -153,7 +153,9 @@ class EngineServer:
         """
         body = msgspec.json.decode(await http.read(), type=_Generate)
         if body.lora_path:
-            raise ConfigError(f"lora_path must be empty, got {body.lora_path!r}: no adapter here")
+            raise ConfigError(
+                f"lora_path must be empty, got {body.lora_path!r}: the embedded engine serves no adapters"
+            )
         if body.priority:
             raise ConfigError(
                 f"priority must be 0 for the embedded engine, got {body.priority}; use vLLM or SGLang"

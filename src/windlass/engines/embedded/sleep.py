@@ -65,7 +65,7 @@ class SleepingWeights:
         if (found := tuple(self._locate())) != self._addresses:
             moved = sum(a != b for a, b in zip(found, self._addresses, strict=False))
             raise UnsupportedLayout(
-                f"wake: every parameter must keep its address, got {moved} that have moved; start the engine again"
+                f"wake: parameters must keep their addresses, got {moved} at other addresses; start the engine again"
             )
 
     def filled(self) -> None:
@@ -147,7 +147,7 @@ class SleepingHooks:
                 `deadline_s`.
         """
         if not self._turn.acquire(timeout=deadline_s):
-            raise PeerTimeout(f"pause: the rank has not fallen asleep within {deadline_s} s")
+            raise PeerTimeout(f"pause: this rank was still falling asleep after {deadline_s} s")
         self._in_round = True
         self._turn.release()
         try:
