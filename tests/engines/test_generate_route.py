@@ -352,7 +352,7 @@ async def test_tokens_come_at_the_end_if_the_engine_may_begin_again_or_does_not_
             "HTTP 400: bad",
             ErrorKind.REFUSED,
         ),
-        (part([4], 1), "ended the stream before the answer", ErrorKind.PASSING),
+        (part([4], 1), "ended the stream before the end of the answer", ErrorKind.PASSING),
     ],
 )
 async def test_an_error_in_a_stream_fails_the_attempt(

@@ -105,7 +105,7 @@ def test_a_job_ends_successfully_although_its_last_group_failed(tmp_path: Path) 
     [
         pytest.param(
             "fien",
-            "workflow 'fien': workers know ['answer', 'raises', 'refused_at_four', ",
+            "workflow 'fien'; registered workflows: ['answer', 'raises', 'refused_at_four', ",
             0,
             marks=pytest.mark.long,
         ),

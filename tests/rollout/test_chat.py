@@ -349,7 +349,9 @@ def test_a_demanded_call_becomes_a_json_schema() -> None:
     assert schema["properties"]["name"]["enum"] == ["add"]
     assert schema["properties"]["arguments"] == TOOL["function"]["parameters"]
     wrong = {"type": "function", "function": {"name": "subtract"}}
-    with pytest.raises(ConfigError, match="tool_choice: must name a function"):
+    with pytest.raises(
+        ConfigError, match=r"tools: must have a function for tool_choice='subtract', got \['add'\]"
+    ):
         chat_call(msgspec.convert({**body, "tool_choice": wrong}, ChatRequest), Policy(SAMPLING))
 
 

@@ -182,7 +182,7 @@ def test_a_sample_without_a_tensor_has_zeros() -> None:
         (
             [sample(0, 1, 2), sample(1, 1, 1, tensors={"experts": SampleTensor.of([1])})],
             {},
-            r"tensor 'experts' must have one dtype and shape .* uint8 of \(2, 3\) and int64 of \(\)",
+            r"tensor 'experts' must have the same dtype and .* uint8 of shape \(2, 3\) and int64 of shape \(\)",
         ),
         (
             [sample(0, 1, 2, tensors={"x": SampleTensor.of(torch.ones(2, dtype=torch.bfloat16))})],

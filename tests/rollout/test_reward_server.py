@@ -146,5 +146,5 @@ async def test_settings_and_values_that_cannot_work_are_refused() -> None:
     with pytest.raises(ConfigError, match=r"rewards\.batch_size must be >= 1, got 0"):
         ServerRewards(url="http://host", batch_size=0)
     async with RewardServer(ServerRewards(url="http://127.0.0.1:9/score")) as server:
-        with pytest.raises(ConfigError, match="metadata must be msgpack-plain"):
+        with pytest.raises(ConfigError, match="metadata and value must be msgpack-plain"):
             await server.score(rollouts([object()]))

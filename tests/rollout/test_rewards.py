@@ -231,11 +231,15 @@ def test_reward_processes_end_when_their_parent_is_killed(tmp_path: Path) -> Non
     [
         ("def score(rollout): return 1.0", "reward", r"which has \['score'\], got 'reward'"),
         ("raise OSError('no data')", "reward", r"reward\.py': line 1: OSError: no data"),
-        ("import os; os._exit(7)", "reward", r"its start: the reward process ended with exit"),
+        (
+            "import os; os._exit(7)",
+            "reward",
+            r"rewards\.file .*: the reward process ended with exit",
+        ),
         (
             "import time; time.sleep(60)",
             "reward",
-            r"its start: the function was not imported within 3 s",
+            r"rewards\.file .*: the function was not imported within 3 s",
         ),
     ],
 )
@@ -258,6 +262,6 @@ async def test_settings_and_values_that_cannot_work_are_refused(tmp_path: Path) 
     with pytest.raises(ConfigError, match=r"rewards\.file must be a Python file, got '/nowhere'"):
         RewardPool(ProcessRewards(file="/nowhere"))
     async with RewardPool(ProcessRewards(file=write(tmp_path), num_processes=1)) as pool:
-        with pytest.raises(ConfigError, match="metadata must be msgpack-plain"):
+        with pytest.raises(ConfigError, match="metadata and value must be msgpack-plain"):
             await pool.score(rollouts([object()]))
         assert await pool.score(rollouts(["fine"])) == (1.0,)

@@ -826,7 +826,7 @@ async def test_a_closed_controller_makes_workers_reconnect_and_not_end(
         (hello("controller"), "name must not be controller, which the controller uses"),
         (hello("a\x1b[2Jb"), "1 to 255 bytes of printable characters, got 'a\\\\x1b\\[2Jb'"),
         (hello(version=1), f"protocol_version must be {PROTOCOL_VERSION}, got 1"),
-        (CompletionBatch(1, ()), "the first frame must be Hello, got another frame"),
+        (CompletionBatch(1, ()), "the first frame must be Hello, got CompletionBatch"),
     ],
 )
 async def test_a_worker_with_a_wrong_hello_is_refused_for_good(

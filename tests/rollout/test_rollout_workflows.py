@@ -408,9 +408,7 @@ async def test_a_wait_for_a_workflow_that_no_worker_knows_names_it(rig: Rig) -> 
     await rig.start()
     rig.controller.run_here({"blocks": blocks})
     handle = rig.controller.submit_workflow("blokcs", None, SAMPLING)
-    says = (
-        r"1 of 1 rollouts were not done within .* \(.*workflow 'blokcs': workers know \['blocks'\]"
-    )
+    says = r"1 of 1 rollouts were not done within .* \(.*workflow 'blokcs'; registered workflows: \['blocks'\]"
     with pytest.raises(PeerTimeout, match=says):
         await rig.controller.wait([handle], deadline_s=0.2)
 

@@ -204,12 +204,12 @@ def test_a_sample_of_arrays_and_tensors_becomes_plain_numbers(changes: dict[str,
         ({"loss_mask": (1, 2)}, r"loss_mask must be booleans, got \(1, 2\)"),
         ({"loss_mask": torch.tensor([0.0, 1.0])}, r"loss_mask must be booleans, got tensor"),
         ({"tensors": [1]}, r"sample of group 5: tensors must be a mapping, got \[1\]"),
-        ({"tensors": {"a": [1, 2]}}, r"got 'a' of type list; use SampleTensor\.of"),
+        ({"tensors": {"a": [1, 2]}}, r"got a list for 'a'; use SampleTensor\.of"),
         (
             {"tensors": {"values": SampleTensor.of([0.5, 1.5, 2.5])}},
             r"tensor 'values' must have one entry per output token \(2\), got shape \(3,\); set per_",
         ),
-        ({"metadata": {1: 2}}, r"group 5: metadata must be a mapping of texts, got \{1: 2\}"),
+        ({"metadata": {1: 2}}, r"group 5: metadata must be a mapping with text keys, got \{1: 2\}"),
         ({"metadata": {"a": object()}}, r"metadata: must be msgpack-plain, got dict: object is no"),
     ],
 )
@@ -263,7 +263,10 @@ def test_numbers_of_python_become_float32_or_int64() -> None:
     [
         (lambda: SampleTensor.of(["a"]), r"dtype must be one of float64, .*, got 'str32'"),
         (lambda: SampleTensor.of(torch.ones(1, dtype=torch.complex64)), r"got 'complex64'"),
-        (lambda: SampleTensor.of([[1], [2, 3]]), r"values must be numbers in one shape: .*"),
+        (
+            lambda: SampleTensor.of([[1], [2, 3]]),
+            r"values must be numbers in lists of equal length: .*",
+        ),
         (lambda: SampleTensor.of(1.5), r"shape must have 1 to 8 dimensions, got \(\)"),
         (
             lambda: SampleTensor(dtype=DType.INT16, shape=(2, 3), data=bytes(11)),
@@ -307,7 +310,7 @@ async def test_a_queue_refuses_objects_that_are_not_samples() -> None:
         ConfigError, match=r"step 0: group 1, sample 1 must be a TrainingSample, .*3"
     ):
         await queue.put(0, [[sample()], [sample(), 3]])  # type: ignore[list-item]
-    with pytest.raises(ConfigError, match=r"step 0: group 0 must be samples, got 3"):
+    with pytest.raises(ConfigError, match=r"step 0: group 0 must be a sequence of samples, got 3"):
         await queue.put(0, [3])  # type: ignore[list-item]
     await queue.put(np.int64(0), [[sample()]])  # type: ignore[arg-type]
     assert (await queue.shard(0, 0, 1, deadline_s=1)).samples == (sample(),)

@@ -392,7 +392,7 @@ def test_arguments_of_tool_calls_and_parts_of_contents_reach_the_template(
             [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}],
             r"messages\[0\]: content must be text parts, got a part of type 'image_url'; images, .* not supp",
         ),
-        ([QUESTION, 3], r"messages\[1\] must be a mapping of texts, got 3"),
+        ([QUESTION, 3], r"messages\[1\] must be a mapping with text keys, got 3"),
         (
             [{"role": "user", "content": "a", "x": object()}],
             r"messages\[0\]: must be msgpack-plain",
@@ -411,8 +411,11 @@ async def test_invalid_prompts_are_refused_at_submission(prompt: Any, says: str,
     [
         ({"messages": ()}, r"messages must not be empty"),
         ({"messages": "hi"}, r"messages must be a sequence of mappings, got 'hi'"),
-        ({"tools": (print,)}, r"tools\[0\] must be a mapping of texts, got <built-in"),
-        ({"template_arguments": {"tokenize": True}}, r"of the template itself, got 'tokenize'"),
+        ({"tools": (print,)}, r"tools\[0\] must be a mapping with text keys, got <built-in"),
+        (
+            {"template_arguments": {"tokenize": True}},
+            r"only arguments of the template, got 'tokenize'",
+        ),
     ],
 )
 def test_invalid_chats_are_refused(changes: dict[str, Any], says: str) -> None:

@@ -134,7 +134,7 @@ def training_samples(group: RolloutGroup, rewards: Iterable[object]) -> tuple[Tr
         if rollout.tensors and len(made) > 1:
             raise ConfigError(
                 f"group {group.group_id}: a rollout with tensors must have one conversation, got {len(made)} in "
-                f"{rollout.task_id}; make its samples with merge_turns, and choose the tensors of each"
+                f"rollout {rollout.task_id}; call merge_turns, and choose the tensors of each sample"
             )
         samples += made
     return tuple(samples)
@@ -181,7 +181,9 @@ def check_groups(
     whole = []
     for number, group in enumerate(groups):
         if not isinstance(group, Iterable):
-            raise ConfigError(f"{what}: group {number} must be samples, got {group!r}")
+            raise ConfigError(
+                f"{what}: group {number} must be a sequence of samples, got {group!r}"
+            )
         samples = tuple(group)
         for index, sample in enumerate(samples):
             if not isinstance(sample, TrainingSample):
@@ -284,7 +286,9 @@ class BatchQueue:
         batch = check_groups(f"BatchQueue: step {step}", groups)
         batch = tuple([tuple([await self._held(each) for each in group]) for group in batch])
         if step <= self._last_step and step not in self._lost:
-            raise ConfigError(f"BatchQueue: step must be > {self._last_step}, got {step}")
+            raise ConfigError(
+                f"BatchQueue: step must be > {self._last_step} or a step with lost tensors, got {step}"
+            )
         if not batch:
             raise ConfigError(
                 f"BatchQueue: the batch of step {step} must have at least one group, got none"
@@ -330,7 +334,9 @@ class BatchQueue:
             PeerTimeout: not all ranks had confirmed the batch within `deadline_s`.
         """
         if step not in self._batches and step not in self._lost:
-            raise ConfigError(f"settled: step must be one of {[*self._batches]}, got {step}")
+            raise ConfigError(
+                f"settled: step must be one of {[*self._batches, *self._lost]}, got {step}"
+            )
 
         def is_settled() -> bool:
             known = self._confirmations.get(step)
@@ -437,7 +443,7 @@ class BatchQueue:
     def _lost_text(self, step: int) -> str:
         """Return the end of an error text about a step: how many samples lost their tensors; "" if none did."""
         lost = self._lost.get(step)
-        return f", after the tensors of {len(lost)} samples were lost" if lost else ""
+        return f"; the tensors of {len(lost)} samples were lost" if lost else ""
 
     def _check_world_size(self, world_size: int) -> None:
         """Raise `ConfigError` if the world size of a request does not divide the number of trainer ranks."""
@@ -519,7 +525,8 @@ class BatchQueue:
         lost = [known[key][1] for key in asked.lost if key in known]
         if lost and confirmations.usable:
             raise web.HTTPGone(
-                text=f"batch: tensors of step {asked.step} are lost, and other ranks have trained on them"
+                text=f"batch: rank {asked.rank} lost tensors of step {asked.step} after all ranks had confirmed the step; "
+                "other ranks may have trained on the batch"
             )
         confirmations.add(asked.rank, asked.world_size, lost)
         if lost:
@@ -545,8 +552,8 @@ class BatchQueue:
 
 
 async def _no_workers(held: HeldTensor, command: WriteTensors) -> TensorsWritten:  # noqa: ARG001
-    """Raise `PeerUnreachable`. Stand in for the function of `write_with` until that function is set."""
-    raise PeerUnreachable(f"worker {held.holder}: this queue has no rollout controller")
+    """Raise `PeerUnreachable`. The queue calls this function until `write_with` sets another function."""
+    raise PeerUnreachable(f"worker {held.holder}: the batch queue has no connection to workers")
 
 
 def _estimated_nbytes(samples: Sequence[TrainingSample]) -> int:

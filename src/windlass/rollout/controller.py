@@ -430,7 +430,9 @@ class RolloutController:
         """
         known = check_workflows(workflows)
         if self._closed or not self._is_open or LOCAL_WORKER in self._workers:
-            raise ConfigError("run_here: needs an open controller that has no local worker yet")
+            raise ConfigError(
+                "run_here: the controller must be open and must not have a local worker yet"
+            )
         if max_concurrent < 1:
             raise ConfigError(f"run_here: max_concurrent must be >= 1, got {max_concurrent}")
         hello = WorkerHello(
@@ -535,7 +537,9 @@ class RolloutController:
         known = self._pool.workflows
         if not workflow or workflow in known:
             return ""
-        return f"workflow {workflow!r}: workers know {sorted(known)}"
+        return (
+            f"no worker has registered workflow {workflow!r}; registered workflows: {sorted(known)}"
+        )
 
     def acknowledge(self, task_ids: Iterable[str]) -> None:
         """Record that the caller has stored these rollouts, so that no later process delivers them. Idempotent.
@@ -842,7 +846,9 @@ def _token_ids(prompt_ids: Any) -> tuple[int, ...]:
             f"rollout: prompt_ids must be integers of at most 63 bits, got {max(tokens)}"
         )
     if len(tokens) > MAX_TOKENS:
-        raise ConfigError(f"rollout: prompt_ids must be at most {MAX_TOKENS}, got {len(tokens)}")
+        raise ConfigError(
+            f"rollout: prompt_ids must have at most {MAX_TOKENS} tokens, got {len(tokens)}"
+        )
     return tokens
 
 

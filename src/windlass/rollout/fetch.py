@@ -317,7 +317,7 @@ def _has_digest(held: HeldTensor, elements: memoryview) -> bool:
     digest = digest_of(elements)
     if digest != held.digest:
         _log.error(
-            "%d bytes of a tensor in the memory of %s must have digest %s, got %s; the sample is lost",
+            "the %d bytes of a tensor from %s must have digest %s, got %s; the sample is lost",
             *(elements.nbytes, held.holder, held.digest, digest),
         )
     return digest == held.digest

@@ -199,9 +199,9 @@ class AttemptProgress:
             del self._seen[len(self.tokens.output_ids) :]
             stalls = 0 if len(self.tokens.output_ids) > before else stalls + 1
             if stalls >= MAX_STALLS:
-                message = reason.message if reason is not None else ""
+                why = f": {reason.message}" if reason is not None and reason.message else ""
                 raise self.failure(
-                    f"generation was aborted {stalls} times without a new token {message}".strip()
+                    f"the engine aborted {stalls} requests in a row without a new token{why}"
                 )
             if stalls:
                 await asyncio.sleep(STALL_BACKOFF.after(stalls))
@@ -263,7 +263,7 @@ class AttemptProgress:
             if reason is not None:
                 whole = msgspec.structs.replace(meta, output_token_logprobs=logprobs)
                 return GenerateAnswer(whole, ids)
-        raise self.failure("the engine ended the stream before the answer")
+        raise self.failure("the engine ended the stream before the end of the answer")
 
     def _refused(self, status: int, text: str) -> AttemptError:
         """Return the error for an HTTP status that is not 200. The caller raises it."""
@@ -283,8 +283,8 @@ class AttemptProgress:
         top = meta.output_top_logprobs if most else [None] * len(ids)
         if len(top) != len(ids):
             raise self.failure(
-                f"top_logprobs: must be left out for this engine, got {most}; it returned them for {len(top)} of "
-                f"{len(ids)} tokens",
+                f"top_logprobs: must be left out for this engine, got {most}; the engine returned "
+                f"top_logprobs for {len(top)} of {len(ids)} tokens",
                 ErrorKind.REFUSED,
             )
         for entry, others in zip(meta.output_token_logprobs, top, strict=False):
@@ -351,8 +351,8 @@ class AttemptProgress:
         logprobs = tuple(entry.logprob for entry in meta.output_token_logprobs)
         if tuple(entry.token_id for entry in meta.output_token_logprobs) != ids:
             raise self.failure(
-                f"output_token_logprobs must have the token ids of the {len(ids)} output_ids, got "
-                f"{len(logprobs)} entries"
+                f"output_token_logprobs must have the same token ids as output_ids, got {len(logprobs)} entries for "
+                f"{len(ids)} ids"
             )
         versions = meta.output_token_versions
         if versions is None and meta.weight_versions is not None:
@@ -385,7 +385,7 @@ class AttemptProgress:
             return int(value if value is not None else "")
         except ValueError as error:
             raise self.failure(
-                f"weight_version must be an integer (publish a version first), got {value!r}"
+                f"weight_version must be an integer, got {value!r}; publish a version first"
             ) from error
 
 

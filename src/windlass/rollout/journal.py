@@ -321,7 +321,7 @@ class RolloutJournal:
         if self.broken:
             raise RolloutError(f"journal {self._path}: {self.broken}")
         if self.on and self._file is None:
-            raise RolloutError(f"journal {self._path}: is not open, because the controller is not")
+            raise RolloutError(f"journal {self._path}: is not open; open the controller first")
 
     # --- transitions -------------------------------------------------------------------------
 

@@ -454,7 +454,7 @@ class Lifecycle:
             if record.state is not State.BUFFERED:
                 continue
             self._policy.discard()
-            self._count_failure(record, f"its tensors are lost: {reason}")
+            self._count_failure(record, f"the tensors of the rollout are lost: {reason}")
             self.table.ready.pop(record.group.group_id, None)
             if not self._failed_too_often(record):
                 self._resubmit(record)
@@ -785,13 +785,15 @@ class Lifecycle:
 
     def _expire(self, record: Record) -> None:
         """Fail a rollout whose overall deadline `deadline_s` passed."""
+        where = f"state {record.state.value}"
         if record.state is State.RUNNING:
+            where = f"attempt {record.attempt} on engine {record.engine}"
             self._withdraw(record)
         self._fail(
             record,
             PeerTimeout(
-                f"rollout {record.task_id}: deadline_s={record.work.deadline_s} passed in attempt "
-                f"{record.attempt} on engine {record.engine} ({record.last_error or 'no error'})"
+                f"rollout {record.task_id}: deadline_s={record.work.deadline_s} passed in {where}; newest error: "
+                f"{record.last_error or 'none'}"
             ),
         )
 

@@ -454,7 +454,7 @@ class TrainingSample(msgspec.Struct, frozen=True, kw_only=True):
             if tensor.per_token and tensor.shape[0] != len(self.output_ids):
                 raise ConfigError(
                     f"{where}tensor {name!r} must have one entry per output token ({len(self.output_ids)}), got shape "
-                    f"{tensor.shape}; set per_token=False for another tensor"
+                    f"{tensor.shape}; set per_token=False if the tensor has other dimensions"
                 )
 
     @property

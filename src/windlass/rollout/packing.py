@@ -178,8 +178,8 @@ def _kinds(samples: Sequence[TrainingSample]) -> dict[str, tuple[Array, SampleTe
             _, known = kinds.setdefault(name, (tensor.to_numpy()[:0], tensor))
             if (tensor.dtype, tensor.shape[1:]) != (known.dtype, known.shape[1:]):
                 raise ConfigError(
-                    f"pack: tensor {name!r} must have one dtype and shape per token in all samples, got {known.dtype} of "
-                    f"{known.shape[1:]} and {tensor.dtype} of {tensor.shape[1:]}"
+                    f"pack: tensor {name!r} must have the same dtype and shape per token in all samples, got {known.dtype} of "
+                    f"shape {known.shape[1:]} and {tensor.dtype} of shape {tensor.shape[1:]}"
                 )
     return kinds
 

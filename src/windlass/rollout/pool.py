@@ -550,7 +550,9 @@ class WorkerPool:
             OwnerClosed: see `register`.
         """
         if not isinstance(first, WorkerHello):
-            raise ProtocolError("worker: the first frame must be Hello, got another frame")
+            raise ProtocolError(
+                f"worker: the first frame must be Hello, got {type(first).__name__}"
+            )
         return self.register(first), WorkerWelcome(self._identity)
 
     async def admitted(self, session: RemoteWorker) -> None:  # noqa: ARG002
@@ -628,7 +630,7 @@ class WorkerPool:
                 controller, or a newer process has taken over the name.
         """
         if not self._identity:
-            raise OwnerClosed("rollout controller: is closed")
+            raise OwnerClosed("the rollout controller is closed")
         check_version(hello.protocol_version, "worker")
         check_name(hello.name, "worker: name")
         if hello.name == LOCAL_WORKER:
@@ -642,7 +644,7 @@ class WorkerPool:
             self._replaced[hello.name, known.hello.incarnation] = None
             if len(self._replaced) > MAX_REPLACED:
                 del self._replaced[next(iter(self._replaced))]
-            self._lose(known, "another process registered under its name")
+            self._lose(known, "another process registered under this name")
         if isinstance(known, RemoteWorker) and known.hello.incarnation == hello.incarnation:
             worker = known
             worker.next_outcome = hello.oldest_outcome
@@ -657,7 +659,7 @@ class WorkerPool:
         unknown = worker.compare(hello)
         for key in unknown:
             worker.release(key.task_id, key.attempt)
-        self._on_lost(unknown, f"worker {hello.name}: attempt unknown")
+        self._on_lost(unknown, f"worker {hello.name} connected again without this attempt")
         return worker
 
     # --- tensors -------------------------------------------------------------------------
@@ -684,7 +686,9 @@ class WorkerPool:
             return self._holder(held).is_connected
 
         await self._members.until(
-            connected, max(deadline.remaining_s, 0.001), lambda: f"{what}: it is not connected"
+            connected,
+            max(deadline.remaining_s, 0.001),
+            lambda: f"{what}: the worker is not connected",
         )
         worker = self._holder(held)
         self._num_writes += 1
@@ -703,7 +707,9 @@ class WorkerPool:
         """Return the worker that holds a tensor; raise `PeerUnreachable` if its process has ended."""
         worker = self.workers.get(held.holder)
         if not isinstance(worker, RemoteWorker) or worker.hello.incarnation != held.incarnation:
-            raise PeerUnreachable(f"worker {held.holder}: the process that held tensors has ended")
+            raise PeerUnreachable(
+                f"worker {held.holder}: the process that held the tensors has ended"
+            )
         return worker
 
     def _release_tensor(self, held: HeldTensor) -> None:
@@ -748,5 +754,6 @@ class WorkerPool:
         """Report a worker's attempts and held tensors as lost, because it has not connected to this process in time."""
         keys = [AttemptKey(*item) for item in self._left_at(name).items()]
         grace_s = self._config.worker_grace_s
-        self._on_lost(keys, f"worker {name}: not back {grace_s} s after a restart")
-        self._on_gone(name, "", f"worker {name}: not back {grace_s} s after a restart")
+        reason = f"worker {name} did not connect within {grace_s} s after the controller's restart"
+        self._on_lost(keys, reason)
+        self._on_gone(name, "", reason)

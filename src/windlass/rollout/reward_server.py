@@ -141,7 +141,7 @@ class RewardServer:
             ConfigError: the object is not open.
         """
         if self._http is None:
-            raise ConfigError("rewards: score: needs `async with`")
+            raise ConfigError("rewards: call score in an `async with` block of the RewardServer")
         url, limit = self._config.url, self._config.max_request_nbytes
         if (nbytes := sum(map(len, encoded))) > limit:
             reason = f"{url}: a request must have at most {limit} bytes, got {nbytes}"
@@ -239,5 +239,5 @@ def _encoded(rollout: Rollout) -> bytes:
         return msgspec.json.encode(rollout, enc_hook=plain_value)
     except (TypeError, ValueError, OverflowError, RecursionError) as error:
         raise ConfigError(
-            f"rollout {rollout.task_id}: metadata must be msgpack-plain for rewards from a server: {error}"
+            f"rollout {rollout.task_id}: metadata and value must be msgpack-plain for rewards from a server: {error}"
         ) from error

@@ -174,7 +174,9 @@ class RewardProcess:
         try:
             _check_ready(
                 await started._answer(
-                    "its start", "the function was not imported", config.start_deadline_s
+                    f"rewards.file {config.file}",
+                    "the function was not imported",
+                    config.start_deadline_s,
                 )
             )
         except BaseException:
@@ -193,7 +195,7 @@ class RewardProcess:
             encoded = msgspec.msgpack.encode(rollout, enc_hook=plain_value)
         except (TypeError, ValueError, OverflowError, RecursionError) as error:
             raise ConfigError(
-                f"rollout {rollout.task_id}: metadata must be msgpack-plain for rewards in processes: {error}"
+                f"rollout {rollout.task_id}: metadata and value must be msgpack-plain for rewards in processes: {error}"
             ) from error
         self._writer.write(LENGTH.pack(len(encoded)) + encoded)
         where = f"rollout {rollout.task_id}"
@@ -202,7 +204,10 @@ class RewardProcess:
         if isinstance(answer, Scored):
             return answer.reward
         if isinstance(answer, Ready):
-            raise RewardError(f"{where}: got {answer}", "protocol")
+            raise RewardError(
+                f"{where}: the reward process must send a reward or an error, got {answer}",
+                "protocol",
+            )
         if answer.is_memory:
             raise _OutOfMemoryError(
                 f"{where}: the reward function needs more memory than rewards.memory_nbytes: {answer.error}"
@@ -238,7 +243,10 @@ class RewardProcess:
                     f"{what}: the reward process ended with {status}", f"ended with {status}"
                 )
             if frame.done():
-                raise RewardError(f"{what}: the reward process: {frame.exception()}", "protocol")
+                raise RewardError(
+                    f"{what}: the reward process sent no valid frame: {frame.exception()}",
+                    "protocol",
+                )
             raise RewardError(f"{what}: {late} within {deadline_s:g} s", "deadline")
         finally:
             for task in (frame, ended):
@@ -279,7 +287,11 @@ class RewardProcess:
 def _check_ready(frame: Ready | Scored | Raised) -> None:
     """Raise `ConfigError` unless this first frame of a process says that its function is imported."""
     if not isinstance(frame, Ready) or frame.error:
-        raise ConfigError(frame.error if isinstance(frame, Ready) else f"rewards: got {frame}")
+        raise ConfigError(
+            frame.error
+            if isinstance(frame, Ready)
+            else f"rewards: the first frame of a reward process must be Ready, got {frame}"
+        )
 
 
 _FRAMES: msgspec.msgpack.Decoder[Ready | Scored | Raised] = msgspec.msgpack.Decoder(
@@ -436,5 +448,5 @@ class RewardPool:
             raise RewardError(f"a reward process could not be started: {error}", "start") from error
         if self._closed:
             await started.end()
-            raise RewardError("the pool was closed", "closed")
+            raise RewardError("the pool was closed while it started a reward process", "closed")
         return started

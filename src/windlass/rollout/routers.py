@@ -243,7 +243,7 @@ class RouterUpdates:
             # Wait, because a router that is still applying the change does not report when it has finished.
             await asyncio.sleep(BACKOFF.after(num_tries))
         logger.error(
-            "router %s is not up to date after %d tries; it is notified again at the next change: %s",
+            "router %s is not up to date after %d tries; the controller notifies it again at the next change; newest reason: %s",
             *(config.url, config.num_tries, reason),
         )
         return False

@@ -184,7 +184,7 @@ class StalenessPolicy:
         """
         waiting = self.accepted - self.consumed
         if not 0 <= num_samples <= waiting:
-            raise RolloutError(f"staleness: consume needs 0 <= n <= {waiting}, got {num_samples}")
+            raise RolloutError(f"consume: num_samples must be in [0, {waiting}], got {num_samples}")
         self.consumed += num_samples
 
     def give_back(self, num_samples: int) -> None:
@@ -195,7 +195,7 @@ class StalenessPolicy:
         """
         if not 0 <= num_samples <= self.consumed:
             raise RolloutError(
-                f"staleness: give_back needs 0 <= n <= {self.consumed}, got {num_samples}"
+                f"give_back: num_samples must be in [0, {self.consumed}], got {num_samples}"
             )
         self.consumed -= num_samples
         self.accepted -= num_samples

@@ -112,7 +112,9 @@ class SampleTensor(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
         try:
             array = np.asarray(values)
         except ValueError as error:
-            raise ConfigError(f"tensor: values must be numbers in one shape: {error}") from error
+            raise ConfigError(
+                f"tensor: values must be numbers in lists of equal length: {error}"
+            ) from error
         if array.dtype == np.float64 and not isinstance(values, np.ndarray | np.generic):
             array = array.astype(np.float32)
         little = array.astype(array.dtype.newbyteorder("<"), copy=False)
@@ -172,8 +174,8 @@ class SampleTensor(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
         """Raise `ConfigError` if another process holds the elements."""
         if self.held is not None:
             raise ConfigError(
-                f"tensor: its elements are in the memory of {self.held.holder}; BatchClient.next_batch brings them to a "
-                "trainer rank, or start workers with a larger --inline-nbytes"
+                f"tensor: the elements are in the memory of {self.held.holder}, not of this process; get the batch with "
+                "BatchClient.next_batch, or start workers with a larger --inline-nbytes"
             )
 
 
@@ -235,7 +237,7 @@ def check_tensors(where: str, tensors: object) -> Mapping[str, SampleTensor]:
         if not (isinstance(name, str) and isinstance(tensor, SampleTensor)):
             kind = type(tensor).__name__
             raise ConfigError(
-                f"{where}tensors must map text to SampleTensor, got {name!r} of type {kind}; use SampleTensor.of"
+                f"{where}tensors must map text to SampleTensor, got a {kind} for {name!r}; use SampleTensor.of"
             )
     return tensors
 

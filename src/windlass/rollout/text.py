@@ -70,7 +70,8 @@ class Chat(msgspec.Struct, frozen=True, omit_defaults=True):
         msgspec.structs.force_setattr(self, "template_arguments", arguments)
         if reserved := [name for name in arguments if name in _RESERVED]:
             raise ConfigError(
-                f"{where}template_arguments must be arguments of the template itself, got {reserved[0]!r}"
+                f"{where}template_arguments must have only arguments of the template, got {reserved[0]!r}, an argument of "
+                "apply_chat_template"
             )
 
 

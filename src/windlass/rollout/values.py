@@ -187,7 +187,7 @@ def plain_map(what: str, values: object) -> dict[str, object]:
         ConfigError: a key is not text, or a value is not msgpack-plain; the message begins with `what`.
     """
     if not isinstance(values, Mapping) or not all(isinstance(key, str) for key in values):
-        raise ConfigError(f"{what} must be a mapping of texts, got {_short(values)}")
+        raise ConfigError(f"{what} must be a mapping with text keys, got {_short(values)}")
     plain: dict[str, object] = msgspec.msgpack.decode(encode_value(what, dict(values)))
     return plain
 
@@ -209,7 +209,9 @@ def check_value(what: str, value: bytes, max_nbytes: int = MAX_VALUE_NBYTES) -> 
     try:
         msgspec.msgpack.decode(value)
     except DECODE_ERRORS as error:
-        raise ProtocolError(f"{what} of {len(value)} bytes: {error}") from error
+        raise ProtocolError(
+            f"{what} must be valid msgpack, got {len(value)} bytes: {error}"
+        ) from error
 
 
 _LENGTH_NBYTES = {0xC4: 1, 0xC5: 2, 0xC6: 4, 0xC7: 1, 0xC8: 2, 0xC9: 4, 0xD9: 1, 0xDA: 2, 0xDB: 4}

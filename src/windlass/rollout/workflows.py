@@ -251,8 +251,8 @@ class WorkflowContext:
         oldest, newest = self._versions = min(known), max(known)
         if limit is not None and newest - oldest > limit:
             raise TooOld(
-                f"workflow {self._task.workflow}: versions {oldest} to {newest} in one rollout "
-                f"(max_staleness={limit})"
+                f"workflow {self._task.workflow}: weight versions of a rollout must differ by at most "
+                f"max_staleness={limit}, got {oldest} to {newest}"
             )
 
 
@@ -478,7 +478,7 @@ class Attempts:
                 case _Cause.SHUTDOWN:
                     error = f"worker {self._worker} shut down"
                 case _Cause.DEADLINE:
-                    error = f"workflow {task.workflow}: not ended within {task.deadline_s:.3f} s"
+                    error = f"workflow {task.workflow}: the attempt did not end within {task.deadline_s:.3f} s"
                 case _:
                     status = OutcomeStatus.CANCELLED
         elif (failure := job.exception()) is None:

@@ -417,13 +417,12 @@ def _checked(call: Call) -> Call:
     sizes = {
         "messages": (len(call.messages), MAX_MESSAGES),
         "tools": (len(call.template.tools), MAX_TOOLS),
-        "n": (call.num_choices, MAX_CHOICES),
     }
     for name, (size, most) in sizes.items():
         if size > most:
-            raise ConfigError(f"{name}: must be at most {most}, got {size}")
-    if call.num_choices < 1:
-        raise ConfigError(f"n: must be >= 1, got {call.num_choices}")
+            raise ConfigError(f"{name}: must have at most {most} entries, got {size}")
+    if not 1 <= call.num_choices <= MAX_CHOICES:
+        raise ConfigError(f"n: must be in [1, {MAX_CHOICES}], got {call.num_choices}")
     return call
 
 
@@ -432,15 +431,19 @@ def _call_schema(
 ) -> dict[str, Any] | None:
     """Return the JSON schema of a tool call if the request demands a tool call, else None.
 
-    Raise `ConfigError` if `choice` names no function of `tools`.
+    Raise `ConfigError` if `tools` does not have the function that `choice` demands.
     """
     if choice in {None, "none", "auto"}:
         return None
     functions = [tool["function"] for tool in tools]
+    names = [each["name"] for each in functions]
     if isinstance(choice, _NamedTool):
         functions = [each for each in functions if each["name"] == choice.chosen]
     if not functions:
-        raise ConfigError("tool_choice: must name a function in tools, or be 'none' or 'auto'")
+        chosen = choice.chosen if isinstance(choice, _NamedTool) else choice
+        raise ConfigError(
+            f"tools: must have a function for tool_choice={chosen!r}, got {names}; add the function, or use 'auto'"
+        )
     schemas: list[dict[str, Any]] = [
         {
             "type": "object",

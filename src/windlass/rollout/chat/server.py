@@ -404,8 +404,12 @@ class ChatServer:
             raise session_ended()
         if self._is_ended(http):
             # The agent repeats the request, because it did not get the reply.
-            if self._ended[name][1] != given.reward:
-                raise ApiError(409, "the session has another reward", "reward_exists")
+            reward = self._ended[name][1]
+            if given.reward != reward:
+                text = (
+                    f"reward: must be {reward}, the reward of the ended session, got {given.reward}"
+                )
+                raise ApiError(409, text, "reward_exists")
         else:
             self._session_of(http).set_reward(given.reward, given.metadata)
         return _json({"id": name, "reward": given.reward})

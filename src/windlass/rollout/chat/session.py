@@ -211,7 +211,10 @@ class ChatSession:
             ConfigError: the session already has another reward or other metadata.
         """
         if self.reward is not None and (self.reward, self.metadata) != (reward, metadata):
-            raise ConfigError(f"reward: must be set once, got {reward} after {self.reward}")
+            other = "other metadata" if reward == self.reward else f"reward {reward}"
+            raise ConfigError(
+                f"reward: must not change after it is set, got {other} after reward {self.reward}"
+            )
         self.reward, self.metadata = reward, metadata
         self._close()
         self._rewarded.set()
@@ -277,7 +280,7 @@ class ChatSession:
         if self._num_requests >= self._limits.max_requests:
             raise ApiError(
                 429,
-                f"a session may have {self._limits.max_requests} concurrent requests",
+                f"a session may have at most {self._limits.max_requests} concurrent requests",
                 "rate_limit_exceeded",
                 retry=True,
             )
@@ -330,8 +333,11 @@ class ChatSession:
         sampling = self._within_context(call.sampling, len(prompt.ids))
         num_new = call.num_choices * (len(prompt.ids) + sampling.max_new_tokens)
         if self._num_tokens + num_new > MAX_SESSION_TOKENS:
-            text = f"a session may have {MAX_SESSION_TOKENS} tokens in all prompts and answers"
-            raise ApiError(400, f"{text}, and has {self._num_tokens}", "session_full")
+            text = (
+                f"a session may have at most {MAX_SESSION_TOKENS} tokens in all prompts and answers; it has "
+                f"{self._num_tokens}, and this request may add {num_new}"
+            )
+            raise ApiError(400, text, "session_full")
         is_open = await asyncio.to_thread(self._opens_reasoning, prompt)
         watched = [
             _Watched(Showing(self._text, call, index, self._marks, is_open=is_open))
