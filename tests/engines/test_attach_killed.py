@@ -327,7 +327,7 @@ async def test_an_attach_that_is_refused_leaves_no_engine_in_the_fleet(
                 process = attaching(engine, url, model, controller.url)
                 _, said = await asyncio.to_thread(process.communicate, timeout=WITHIN_S)
                 assert process.returncode == 2, said
-                assert b"found in the memory of a rank, got none of 'c'" in said
+                assert b"loader reads 'c', but the memory of no rank contains" in said
             await assert_nothing_reaches(controller, engine)
 
 

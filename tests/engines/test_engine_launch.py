@@ -422,7 +422,7 @@ def test_vllm_without_the_plugin_is_not_started(
     monkeypatch.setenv("VLLM_PLUGINS", "another,windlass")
     VllmServer().command(args, ())
     monkeypatch.setattr("windlass.engines.vllm.spec.entry_points", lambda **_: ())
-    with pytest.raises(ConfigError, match=r"got no entry point vllm\.general_plugins: windlass"):
+    with pytest.raises(ConfigError, match=r"vllm\.general_plugins has no entry point windlass"):
         VllmServer().command(args, ())
 
 

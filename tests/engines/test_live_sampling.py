@@ -46,7 +46,7 @@ CUTS = {"vllm": top_k_then_top_p, "sglang": top_k_and_top_p}
 REFUSED = {
     "vllm": [("priority", 1, "priority must be 0 without --scheduling-policy priority, got 1")],
     "sglang": [
-        ("priority", 1, "priority must be 0 without --enable-priority-scheduling"),
+        ("priority", 1, "priority must be None without --enable-priority-scheduling"),
         ("sampling_seed", 3, "sampling_seed must be None without --enable-deterministic-inference"),
     ],
 }

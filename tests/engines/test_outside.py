@@ -139,8 +139,8 @@ def test_a_table_with_the_captured_names_and_sizes_matches() -> None:
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        ({"a": None}, "rank 3: a must be in the server's table"),
-        ({"c": Entry(1, 2, 4)}, "rank 3: c of the server's table must be in the layout"),
+        ({"a": None}, "rank 3: the server's table must contain a, as the layout does"),
+        ({"c": Entry(1, 2, 4)}, "rank 3: the layout must contain c, as the server's table does"),
         ({"a": Entry(4096, 7, 4)}, "rank 3: numel of a must be 6 as in the layout, got 7"),
         ({"b": Entry(8192, 2, 2)}, "rank 3: element size of b must be 4 as in the layout, got 2"),
     ],

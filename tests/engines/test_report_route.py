@@ -163,8 +163,11 @@ def head_of(text: bytes) -> tuple[bytes, bytes]:
 @pytest.mark.parametrize(
     ("head", "says"),
     [
-        ((HEAD_HEADER.encode(), b"no base64"), "x-windlass-report must be a report's head"),
-        (head_of(b"not JSON at all"), "x-windlass-report must be a report's head"),
+        (
+            (HEAD_HEADER.encode(), b"no base64"),
+            "x-windlass-report must contain the head of a report",
+        ),
+        (head_of(b"not JSON at all"), "x-windlass-report must contain the head of a report"),
         (head_of(b'{"folder": "", "rank": "../x", "failed": false}'), "Expected `int`"),
         ((b"x-other", b""), "must be given once each"),
     ],

@@ -23,7 +23,7 @@ def test_replicas_are_refused_for_a_release_whose_ranks_do_not_know_their_replic
 ) -> None:
     monkeypatch.setattr(spec, "installed_version", lambda _: version)
     args = argparse.Namespace(model=str(tmp_path), dp=2)
-    with pytest.raises(ConfigError, match=f"dp: must be 1 with SGLang {version}"):
+    with pytest.raises(ConfigError, match=f"--dp must be 1 with SGLang {version}, got 2"):
         spec.SglangServer().command(args, ())
 
 

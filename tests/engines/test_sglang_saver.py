@@ -192,7 +192,7 @@ def test_tensors_that_no_update_fills_come_back(monkeypatch: pytest.MonkeyPatch)
     assert bool((rank.model.weight == -1).all()), "the update fills the weight"
     rank.saver.check_awake()
     rank.model.weight.data = rank.model.weight.data.clone()
-    with pytest.raises(TransferFailed, match=r"1 that have moved \(weight\)"):
+    with pytest.raises(TransferFailed, match=r"1 at other addresses \(such as weight\)"):
         rank.saver.check_awake()
 
 

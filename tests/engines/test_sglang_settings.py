@@ -165,5 +165,8 @@ def test_a_server_with_an_unannounced_number_of_ranks_is_refused() -> None:
 
 
 def test_an_answer_of_another_server_is_reported() -> None:
-    with server(b"<html>") as url, pytest.raises(PeerUnreachable, match="not SGLang's answer"):
+    with (
+        server(b"<html>") as url,
+        pytest.raises(PeerUnreachable, match="must answer as SGLang does"),
+    ):
         check_server(EngineHttp(url), 2)

@@ -350,9 +350,9 @@ def check_layouts(engine: str, ranks: Sequence[CapturedLayout]) -> None:
     unread = nowhere.intersection(*(rank.unread for rank in ranks))
     if hidden := nowhere - unread:
         raise ConfigError(
-            f"engine {engine}: checkpoint tensors that its loader reads must be found in the memory of a "
-            f"rank, got none of {said(hidden)}: a kernel may keep a copy of its own (on a CPU with AVX512-BF16 "
-            "or AMX try `--dtype float32`)"
+            f"engine {engine}: the engine's loader reads {said(hidden)}, but the memory of no rank contains these "
+            "tensors, so updates would not change them; a kernel may keep a private copy (on a CPU with AVX512-BF16 "
+            "or AMX, try `--dtype float32`)"
         )
     if unread:
         sys.stderr.write(

@@ -68,7 +68,10 @@ class ReportRoute:
         try:
             head, proof = _head_of(scope)
         except ValueError as error:
-            return HTTPStatus.BAD_REQUEST, f"{HEAD_HEADER} must be a report's head: {error}"
+            return (
+                HTTPStatus.BAD_REQUEST,
+                f"{HEAD_HEADER} must contain the head of a report in base64: {error}",
+            )
         gone = f"rank {head.rank}: no process waits for its report"
         if not is_waited_for(head):
             return HTTPStatus.GONE, gone
@@ -81,7 +84,10 @@ class ReportRoute:
         else:
             body = await body_of(receive, head.nbytes)
             if hashlib.sha256(body).hexdigest() != head.digest:
-                return HTTPStatus.BAD_REQUEST, "body must be the one that the head describes"
+                return (
+                    HTTPStatus.BAD_REQUEST,
+                    f"body must have the length and the digest in {HEAD_HEADER}",
+                )
             report = Report(head.folder, head.rank, head.failed, body)
         try:
             await asyncio.to_thread(report.leave)

@@ -271,8 +271,8 @@ def _capture_layout(model: torch.nn.Module, order: Step, rank: int) -> tuple[Cap
     untouched = orders_change_nothing(model)
     if order.num_stages > 1 and has_sessions() and not untouched:
         raise UnsupportedLayout(
-            "pp: must be 1 for this model: SGLang repacks its weights before and after an order, and "
-            "answers the order before later stages have finished"
+            f"--pp must be 1 for this model, got {order.num_stages}: SGLang repacks the model's weights before and after "
+            "an order, but answers the order before later stages have finished"
         )
     return captured, untouched
 
@@ -347,13 +347,13 @@ def separate_caches() -> None:
 
     if environment_value(_NO_NAMESPACES).lower() in ("1", "true", "yes", "y"):
         raise UnsupportedLayout(
-            f"{_NO_NAMESPACES} must not be set: that tree ignores extra_key, and returns cache entries "
+            f"{_NO_NAMESPACES} must not be set: SGLang's C++ radix tree ignores extra_key, and returns cache entries "
             "of old weights"
         )
     begin: Callable[..., None] | None = vars(Req).get("init_next_round_input")
     if begin is None or "extra_key" not in inspect.signature(Req.__init__).parameters:
         raise UnsupportedLayout(
-            "sglang: Req must have extra_key and init_next_round_input, with which Windlass separates "
+            "sglang: Req must have extra_key and init_next_round_input, because Windlass uses them to separate "
             "cache entries of old and new weights"
         )
     if _FOLLOWS in vars(begin):

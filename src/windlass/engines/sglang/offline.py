@@ -49,8 +49,8 @@ def capture(model: Path, tensor_parallel_size: int, output: Path, options: Seque
     args = checked_arguments(ENGINE, words)
     if args.pp * args.dp * args.nnodes > 1:
         raise ConfigError(
-            f"--pp, --dp and --nnodes must be 1, because SGLang publishes tables of tensor-parallel ranks of one host "
-            f"only, got {args.pp}, {args.dp} and {args.nnodes}"
+            f"--pp, --dp and --nnodes must be 1, got {args.pp}, {args.dp} and {args.nnodes}: SGLang publishes weight "
+            "tables only for tensor-parallel ranks of one host"
         )
     _, rest = arguments(ENGINE.module, None).parse_known_args(words)
     refuse_expandable_segments()

@@ -224,8 +224,8 @@ class SglangApi:
         """
         if self._num_stages > 1 and mode is not PauseMode.ABORT:
             raise ConfigError(
-                f"SGLang: pause_mode must be abort with pipeline stages, whose main loops ignore other modes, "
-                f"got {mode}"
+                f"SGLang: pause_mode must be abort with pipeline stages, got {mode}: the main loops of pipeline stages "
+                "ignore other modes"
             )
         self._is_turn = self._sleep is not None and self._sleep.is_empty
         if self._is_turn:

@@ -159,7 +159,7 @@ def _joined(
     config = parse_transport(order.transport)
     if not isinstance(config, MooncakeConfig):
         raise ConfigError(
-            f"--transport must be mooncake, with which SGLang registers its weights, got {order.transport}"
+            f"--transport must be mooncake, got {order.transport}: SGLang registers its weights with Mooncake"
         )
     is_whole = read_model(server).weight_version != MIXED
     if not is_whole:

@@ -184,8 +184,8 @@ def check_ranks_have_the_token() -> None:
     control_token()
     if not environment_value(TOKEN_FILE_VARIABLE):
         raise ConfigError(
-            f"{TOKEN_FILE_VARIABLE} must be set on every host of a server except the first host: ranks read the token "
-            f"from this file, got ''"
+            f"{TOKEN_FILE_VARIABLE} must be set on every host of a server except the first host, because ranks read the "
+            "token from this file"
         )
     set_values({OTHER_NODES_VARIABLE: "1"})
 
@@ -331,7 +331,7 @@ def refuse_ignored(manager_class: Any) -> None:
                 "sampling_params: sampling_seed must be None without --enable-deterministic-inference"
             )
         if vars(asked).get("priority") is not None and not settings.enable_priority_scheduling:
-            raise ValueError("priority must be 0 without --enable-priority-scheduling")
+            raise ValueError("priority must be None without --enable-priority-scheduling")
         async for answer in generate(manager, asked, request):
             yield answer
 
@@ -444,7 +444,10 @@ class SglangMember(Member):
             PeerUnreachable, PeerTimeout: see `join_fleet`.
         """
         if self._refusal:
-            raise ConfigError(f"the memory was freed before the join, and {self._refusal}")
+            raise ConfigError(
+                "join: the ranks could not capture their layouts before the server freed its memory; restart the server "
+                f"({self._refusal})"
+            )
         settings, secrets = self._settings_and_secrets(order)
         if self._has_slept:
             # Requests that wait for the weights hold a lock of SGLang. Orders need this lock unless generation is

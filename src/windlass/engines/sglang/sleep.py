@@ -191,8 +191,8 @@ class RankSaver:
         moved = [holding.name for holding, address in self._places if holding.address != address]
         if moved:
             raise TransferFailed(
-                f"wake: every tensor must keep its address, got {len(moved)} that have moved ({moved[0]}); start the "
-                "engine again"
+                f"wake: tensors must keep their addresses, got {len(moved)} at other addresses (such as {moved[0]}); "
+                "start the engine again"
             )
 
     # --- parts ---------------------------------------------------------------------------------

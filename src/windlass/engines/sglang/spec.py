@@ -215,9 +215,8 @@ class SglangServer:
             REPLICAS, version := installed_version(RELEASES)
         ):
             raise ConfigError(
-                f"dp: must be 1 with SGLang {version}, whose ranks do not know the index of their "
-                f"replica, got --dp {args.dp}; start one engine per replica, or add {_DP_ATTENTION} for data-parallel "
-                f"attention"
+                f"--dp must be 1 with SGLang {version}, got {args.dp}: ranks of this release do not know the index of "
+                f"their replica; start one engine per replica, or add {_DP_ATTENTION} for data-parallel attention"
             )
         return ServerCommand(
             (
@@ -294,7 +293,9 @@ def check_server(server: EngineHttp, world_size: int, transport: str = "") -> in
     except NoSuchRoute:
         return 1
     except DECODE_ERRORS as error:
-        raise PeerUnreachable(f"{server.url}/server_info: not SGLang's answer: {error}") from error
+        raise PeerUnreachable(
+            f"{server.url}/server_info must answer as SGLang does: {error}"
+        ) from error
     sleeps = bool(told.get("enable_memory_saver"))
     rules = rules_for(str(told.get("version", "")), sleeps=sleeps)
     refuse_settings(server.url, rules, told.__getitem__, transport)

@@ -170,7 +170,9 @@ def read_model(server: EngineHttp) -> _Model:
     try:
         return msgspec.json.decode(server.get("/model_info"), type=_Model)
     except DECODE_ERRORS as error:
-        raise PeerUnreachable(f"{server.url}/model_info: not SGLang's answer: {error}") from error
+        raise PeerUnreachable(
+            f"{server.url}/model_info must answer as SGLang does: {error}"
+        ) from error
 
 
 def read_settings(server: EngineHttp) -> tuple[str, dict[str, object]]:
@@ -178,7 +180,9 @@ def read_settings(server: EngineHttp) -> tuple[str, dict[str, object]]:
     try:
         told = msgspec.json.decode(server.get("/server_info"), type=dict[str, object])
     except DECODE_ERRORS as error:
-        raise PeerUnreachable(f"{server.url}/server_info: not SGLang's answer: {error}") from error
+        raise PeerUnreachable(
+            f"{server.url}/server_info must answer as SGLang does: {error}"
+        ) from error
     return str(told["version"]), {name: told[name] for name in SETTINGS if name in told}
 
 
@@ -203,14 +207,14 @@ def require_captured(server: EngineHttp, layout: LayoutFile) -> None:
     for name in _ONE:
         if settings.get(name, 1) != 1:
             raise ConfigError(
-                f"{server.url}: {name} must be 1, because SGLang publishes tables of tensor-parallel ranks only, got "
-                f"{settings[name]}"
+                f"{server.url}: {name} must be 1, got {settings[name]}: SGLang publishes weight tables only for "
+                "tensor-parallel ranks"
             )
     model = read_model(server)
     if model.has_image_understanding or model.has_audio_understanding:
         raise UnsupportedLayout(
-            f"{server.url}: the model must have no encoders, because SGLang would keep embeddings of old weights: "
-            "install Windlass in the server's environment"
+            f"{server.url}: the model must have no encoders, because SGLang would keep embeddings of old weights; to "
+            "update this model, install Windlass in the server's environment"
         )
     found = config_digest(Path(model.model_path))
     if found and found != layout.config_digest:
@@ -221,8 +225,8 @@ def require_captured(server: EngineHttp, layout: LayoutFile) -> None:
     for rank, each in enumerate(layout.ranks):
         for name, why in each.derived.items():
             raise UnsupportedLayout(
-                f"rank {rank}: {name} cannot be updated in a server without Windlass, because {why} (1 of "
-                f"{len(each.derived)} such tensors): install Windlass in the server's environment"
+                f"rank {rank}: {name} cannot be updated in a server without Windlass, because {why}; install Windlass in "
+                f"the server's environment (the rank has {len(each.derived)} of these tensors)"
             )
 
 
@@ -238,7 +242,7 @@ def match(rank: int, captured: Mapping[str, Parameter], table: WeightTable) -> N
         entry = table.entries.get(name)
         if entry is None:
             raise UnsupportedLayout(
-                f"rank {rank}: {name} must be in the server's table, as in the layout"
+                f"rank {rank}: the server's table must contain {name}, as the layout does; capture the layout again"
             )
         found = {"numel": entry.numel, "element size": entry.itemsize}
         for what, value in wanted.items():
@@ -249,5 +253,5 @@ def match(rank: int, captured: Mapping[str, Parameter], table: WeightTable) -> N
     for name in table.entries:
         if name not in captured:
             raise UnsupportedLayout(
-                f"rank {rank}: {name} of the server's table must be in the layout"
+                f"rank {rank}: the layout must contain {name}, as the server's table does; capture the layout again"
             )

@@ -160,9 +160,9 @@ def settings_of(engine: Any, order: JoinOrder) -> AgentSettings:
         refuse_runtime_adapters()
         if _runs_in_lockstep(engine.vllm_config):
             raise ConfigError(
-                "--lora-modules: --data-parallel-size must be 1 if the model has experts, got "
-                f"{engine.vllm_config.parallel_config.data_parallel_size}: replicas without requests run dummy batches, "
-                "after which vLLM drops their adapter"
+                "--data-parallel-size must be 1 for an adapter (--lora-modules) of a model with experts, got "
+                f"{engine.vllm_config.parallel_config.data_parallel_size}: vLLM drops the adapter of replicas that have "
+                "no requests"
             )
     return AgentSettings(
         name=order.name,
@@ -241,7 +241,7 @@ async def _order_ranks(engine: Any, order: RankOrder) -> list[str]:
         raise PeerUnreachable(reasons[0])
     if len(answers) != order.settings.world_size:
         raise ConfigError(
-            f"vLLM: one API server must reach all {order.settings.world_size} ranks, it reaches {len(answers)}; "
+            f"vLLM: one API server must reach all {order.settings.world_size} ranks, got {len(answers)}; "
             "leave out --data-parallel-rank, --data-parallel-external-lb and --data-parallel-hybrid-lb"
         )
     return [answer.said for answer in answers]

@@ -48,8 +48,8 @@ def multiply_by_parameters(applies: Callable[[], bool]) -> None:
         pack(layer, remove_weight)
         if layer.weight.data_ptr() != place:
             raise UnsupportedLayout(
-                "vLLM packs the weights of convolutions on CPUs with AVX512-BF16, and also reads a copy that it "
-                "never loads again; on this machine, recurrent layers can be updated only with `--dtype float32`"
+                "on CPUs with AVX512-BF16, vLLM computes convolutions with a packed copy of their weights, and no update "
+                "reaches this copy; on this machine, serve recurrent models only with `--dtype float32`"
             )
 
     utils.dispatch_cpu_unquantized_gemm = dispatch

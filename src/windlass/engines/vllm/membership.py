@@ -87,8 +87,8 @@ def prepare(args: Any) -> None:
         _log.warning("%s", warning)
     if not args.port or vars(args).get("uds"):
         raise ConfigError(
-            f"--port must be a TCP port, without --uds, if {CONTROLLER_VARIABLE} is set: the controller connects to this "
-            f"port, got {args.port}"
+            f"--port must be > 0, and --uds must not be given, if {CONTROLLER_VARIABLE} is set, because the controller "
+            f"connects to the port; got --port {args.port} and --uds {vars(args).get('uds')}"
         )
     controller = environment_value(CONTROLLER_VARIABLE)
     if controller != WAIT:
@@ -130,8 +130,8 @@ def _require_token_file() -> None:
     control_token()
     if not environment_value(TOKEN_FILE_VARIABLE) and not has_certificate():
         raise ConfigError(
-            f"{TOKEN_FILE_VARIABLE} must be set on every host of a server over several hosts: its ranks read the "
-            f"token there, got ''"
+            f"{TOKEN_FILE_VARIABLE} must be set on every host of a server over several hosts, because the ranks on each "
+            "host read the token from this file"
         )
 
 

@@ -216,8 +216,8 @@ def require_plugin() -> None:
     """
     if not entry_points(group=PLUGINS, name=PLUGIN):
         raise ConfigError(
-            f"vLLM: Windlass must be installed in the environment of {sys.executable}, got no entry point {PLUGINS}: "
-            f"{PLUGIN}; install it there, or by `pip install --target FOLDER` into a folder of PYTHONPATH"
+            f"vLLM: Windlass must be installed in the environment of {sys.executable}, but the group {PLUGINS} has no "
+            f"entry point {PLUGIN}; install Windlass there, or by `pip install --target FOLDER` into a folder of PYTHONPATH"
         )
     chosen = environment_value("VLLM_PLUGINS")
     if chosen and PLUGIN not in chosen.split(","):

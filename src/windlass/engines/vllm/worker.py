@@ -127,7 +127,10 @@ class VllmApi:
         if mode not in _SLEEPS:
             raise ConfigError(f"vLLM: sleep: mode must be one of {list(_SLEEPS)}, got {mode}")
         if self._server is None:
-            raise ConfigError("vLLM: sleep: the trainer must call POST /sleep of this server")
+            raise ConfigError(
+                "vLLM: sleep: the trainer must call POST /sleep of this server, because this agent cannot call the "
+                "server's routes"
+            )
         self._server.post(f"/sleep?level=2&mode={_SLEEPS[mode]}", {}, deadline_s)
 
     def quiesce(self, pause_id: str, deadline_s: float, *, block: bool) -> None:
