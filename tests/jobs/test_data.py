@@ -84,14 +84,17 @@ def test_a_prompt_is_a_text_or_messages(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("settings", "said"),
     [
-        ({"prompt": "x"}, r"data.prompt must .* one of \['n', 'question', 'turns'\], got 'x'"),
+        (
+            {"prompt": "x"},
+            r"data.prompt must .* got 'x' .* columns are \['n', 'question', 'turns'\]",
+        ),
         (
             {"prompt": "n"},
-            r"data.prompt must be a column with a text or messages, .* got 'n' with 0",
+            r"data.prompt must name a column that contains text or messages, got 'n' with the value 0",
         ),
         (
             {"columns": ["n", "answer"]},
-            r"data.columns must be columns of data.path, which has \['n', 'question', 'turns'\], got 'answer'",
+            r"columns of data.path, got 'answer'; the columns are \['n', 'question', 'turns'\]",
         ),
     ],
 )
@@ -130,7 +133,7 @@ def test_launch_check_reads_the_first_row_and_the_reward(
     assert main(["launch", str(job), "--check"]) == 0, capsys.readouterr()
     job.write_text(text.replace("COLUMN", "query"))
     assert main(["launch", str(job), "--check"]) == 2
-    assert "one of ['n', 'question', 'turns'], got 'query'" in capsys.readouterr().err
+    assert "columns are ['n', 'question', 'turns']" in capsys.readouterr().err
     job.write_text(
         text.replace("COLUMN", "question").replace('"processes"', '"processes", function = "no"')
     )

@@ -174,7 +174,9 @@ def test_sizes_that_fit_no_mesh_are_refused_by_name() -> None:
         ConfigError, match=r"dp_replicate \* cp \* tp must divide the 4 ranks, got 1 \* 1 \* 3"
     ):
         ParallelSizes(tp=3).axes(4)
-    with pytest.raises(ConfigError, match=r"tensor_parallel must be given if sizes\.tp > 1"):
+    with pytest.raises(
+        ConfigError, match=r"tensor_parallel must be given if and only if sizes\.tp > 1"
+    ):
         FsdpEngine(model=Decoder, optimizer=optimizer, loss=mean_loss, sizes=ParallelSizes(tp=2))
     with pytest.raises(ConfigError, match=r"num_groups must be >= 0, got -1"):
         FsdpEngine(model=Decoder, optimizer=optimizer, loss=mean_loss, num_groups=-1)
@@ -194,10 +196,13 @@ def test_losses_are_weighted_by_samples_or_by_tokens() -> None:
         ):
             pieces = micro_batches([long, short], 1, kind, torch.device("cpu"))
             assert [weight for _, weight in pieces] == pytest.approx(expected)
-        with pytest.raises(
-            ConfigError, match=r"every rank must have at least one sample, got none on"
+        untrained = [msgspec.structs.replace(short[0], loss_mask=(0,))]
+        for kind, lacking, unit in (
+            (LossMean.SAMPLES, [], "sample"),
+            (LossMean.TOKENS, [untrained], "trained token"),
         ):
-            micro_batches([], 1, LossMean.SAMPLES, torch.device("cpu"))
+            with pytest.raises(ConfigError, match=f"must have at least one {unit}, got none on"):
+                micro_batches(lacking, 1, kind, torch.device("cpu"))
     finally:
         dist.destroy_process_group()
 

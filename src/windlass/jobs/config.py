@@ -283,7 +283,7 @@ class RolloutSection(RolloutConfig, frozen=True, kw_only=True):
         check_numbers(self, one | none, above, where="rollout.")
         if self.max_failed_rewards > 1:
             raise ConfigError(
-                f"rollout.max_failed_rewards must be <= 1, a share, got {self.max_failed_rewards!r}"
+                f"rollout.max_failed_rewards must be a fraction <= 1, got {self.max_failed_rewards!r}"
             )
         if self.min_samples > self.samples_per_group:
             raise ConfigError(
@@ -373,15 +373,16 @@ class LaunchConfig(msgspec.Struct, frozen=True, kw_only=True):
         above = ("start_deadline_s", "max_silence_s", "shutdown_s")
         check_numbers(self, {"steps": 1}, above, where="job: ")
         if bool(self.trainer.script) == (self.training is not None):
+            got = "both" if self.trainer.script else "neither"
             raise ConfigError(
-                f"trainer.script must be given without a table [training], and only then, got {self.trainer.script!r}"
+                f"trainer.script: the job file must have either trainer.script or a table [training], got {got}"
             )
         if self.training is not None:
             self.training.check_sampling(self.rollout.sampling)
         names = [engine.name for engine in self.engines]
         if not names or len(set(names)) < len(names):
             raise ConfigError(
-                f"engines must have at least one entry, and different names, got names {names}"
+                f"engines must have at least one entry, and each entry a different name, got names {names}"
             )
         size = self.trainer.data_parallel_size or self.trainer.world_size
         if self.rollout.groups_per_step < size:
@@ -392,9 +393,9 @@ class LaunchConfig(msgspec.Struct, frozen=True, kw_only=True):
         parse_transport(self.transport)
         place = take_name("replica", self.replica, ReplicaPlace)
         if place is not ReplicaPlace.OFF and backend_of(self.update.backend).refuse_replica():
-            kind = type(self.update.backend).__name__
             raise ConfigError(
-                f"update.backend must be p2p with replica = {self.replica!r}, got {kind}"
+                f"update.backend must be p2p if replica is {self.replica!r}, got {self.update.backend.name!r}; or set "
+                "replica = 'off'"
             )
 
 
@@ -707,8 +708,8 @@ def _unknown_key(where: str, key: str, known: Sequence[str]) -> str:
     ]
     elsewhere = f"; {key} is a key of {' and of '.join(tables)}" if tables else ""
     meant = translated(key)
-    begin = f"{where}{key} is not a known key{': ' * bool(meant)}{meant}"
-    return f"{begin}, expected one of {keys}{elsewhere}"
+    meaning = f": {meant};" if meant else ","
+    return f"{where}{key} is not a known key{meaning} expected one of {keys}{elsewhere}"
 
 
 def _tables(where: str, kind: inspect.Type) -> Iterator[tuple[str, list[str]]]:

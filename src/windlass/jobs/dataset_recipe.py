@@ -51,7 +51,7 @@ class DatasetRecipe(Recipe):
         for column in self.data.columns:
             if column not in row:
                 raise ConfigError(
-                    f"data.columns must be columns of data.{key}, which has {sorted(row)}, got {column!r}"
+                    f"data.columns must name columns of data.{key}, got {column!r}; the columns are {sorted(row)}"
                 )
         self.task(row)
 
@@ -63,7 +63,7 @@ class DatasetRecipe(Recipe):
             ConfigError: the job has no table `[data]`.
         """
         if self._config.data is None:
-            raise ConfigError("data must be given for a DatasetRecipe, got no table [data]")
+            raise ConfigError("data: the job of a DatasetRecipe must have a table [data], got none")
         return self._config.data
 
     @cached_property
@@ -93,8 +93,8 @@ class DatasetRecipe(Recipe):
             return tuple(value)
         if not isinstance(value, str):
             raise ConfigError(
-                f"data.prompt must be a column with a text or messages, one of {sorted(row)}, got {data.prompt!r} "
-                f"with {value!r}"
+                f"data.prompt must name a column that contains text or messages, got {data.prompt!r} with the value {value!r}; "
+                f"the columns are {sorted(row)}"
             )
         if not data.chat:
             return value

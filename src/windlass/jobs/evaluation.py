@@ -127,7 +127,7 @@ def _checked_metrics(metrics: object) -> dict[str, float]:
     """Return metrics as Python floats by name; raise `ConfigError` if they are not a mapping to finite numbers."""
     if not isinstance(metrics, Mapping):
         raise ConfigError(
-            f"recipe: evaluation_metrics must return a mapping of metrics, got {metrics!r}"
+            f"recipe: evaluation_metrics must return a mapping of names to numbers, got {metrics!r}"
         )
     return {
         str(name): plain_number(f"recipe: evaluation_metrics: metric {name!r}", value)

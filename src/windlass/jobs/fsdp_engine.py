@@ -109,9 +109,10 @@ def micro_batches(
     counts = torch.stack(every)
     weights = counts[:, 1].tolist()
     if 0 in weights:
+        unit = "sample" if loss_mean is LossMean.SAMPLES else "trained token"
         raise ConfigError(
-            f"train_step: every rank must have at least one sample, got none on rank {weights.index(0)}; "
-            f"give each step at least as many groups as there are data-parallel ranks"
+            f"train_step: every rank must have at least one {unit}, got none on rank {weights.index(0)}; "
+            f"give each step at least as many groups with a {unit} as there are data-parallel ranks"
         )
     num_pieces = int(counts[:, 0].max())
     mean_weight = sum(weights) / len(weights)
@@ -246,7 +247,7 @@ class FsdpEngine(TrainEngine):
             raise ConfigError(f"FsdpEngine: num_groups must be >= 0, got {num_groups}")
         if (sizes.tp > 1) != (tensor_parallel is not None):
             raise ConfigError(
-                "FsdpEngine: tensor_parallel must be given if sizes.tp > 1, and only then, "
+                "FsdpEngine: tensor_parallel must be given if and only if sizes.tp > 1, "
                 f"got {tensor_parallel} and sizes.tp={sizes.tp}"
             )
         self._loss_mean = take_name("FsdpEngine: loss_mean", loss_mean, LossMean)
@@ -395,7 +396,9 @@ class FsdpEngine(TrainEngine):
     def prepare_publish(self, version: int) -> bool:
         """See `TrainEngine.prepare_publish`. Raise `ConfigError` if this rank is not connected to a fleet."""
         if self._client is None:
-            raise ConfigError("FsdpEngine: publish_to_fleet must be True to publish, got False")
+            raise ConfigError(
+                "FsdpEngine: no connection to a fleet; set publish_to_fleet=True, and call setup before prepare_publish"
+            )
         self._client.prepare_publish(version)
         return self._replica is not ReplicaPlace.OFF
 

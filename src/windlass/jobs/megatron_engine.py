@@ -127,8 +127,8 @@ class MegatronEngine(TrainEngine):
         stages = config.pipeline_model_parallel_size
         if stages > 1 and not config.variable_seq_lengths and not (seq_length and micro_batch_size):
             raise ConfigError(
-                "MegatronEngine: seq_length and micro_batch_size must be given with pipeline stages (or "
-                f"config.variable_seq_lengths), got {seq_length} and {micro_batch_size} with {stages} stages"
+                f"MegatronEngine: seq_length and micro_batch_size must be > 0 with {stages} pipeline stages, got {seq_length} "
+                f"and {micro_batch_size}; or set config.variable_seq_lengths"
             )
         self._config, self._build, self._forward = config, model, forward
         self._family, self._exporter, self._vocab_size = family, exporter, vocab_size
@@ -297,7 +297,10 @@ class MegatronEngine(TrainEngine):
     def prepare_publish(self, version: int) -> bool:
         """See `TrainEngine.prepare_publish`. Raise `ConfigError` if this rank is not connected to a fleet."""
         if self._client is None:
-            raise ConfigError("MegatronEngine: publish_to_fleet must be True to publish, got False")
+            raise ConfigError(
+                "MegatronEngine: no connection to a fleet; set publish_to_fleet=True, and call setup before "
+                "prepare_publish"
+            )
         self._client.prepare_publish(version)
         return self._replica is not ReplicaPlace.OFF
 

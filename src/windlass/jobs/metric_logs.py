@@ -135,5 +135,5 @@ def _library(module: str, extra: str) -> Any:
         return importlib.import_module(module)
     except ImportError as error:
         raise ConfigError(
-            f"log.{extra}: the library {extra} must be installed, got {error}; install Windlass with the extra `{extra}`"
+            f"log.{extra}: the library {extra} must be installed: {error}; install Windlass with the extra `{extra}`"
         ) from error

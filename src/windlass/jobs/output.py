@@ -78,7 +78,7 @@ class OutputFolder:
             try:
                 checkpoint = msgspec.json.decode(record.read_bytes(), type=Checkpoint)
             except (OSError, *DECODE_ERRORS) as error:
-                _log.warning("%s is not used: %s", record.parent, error)
+                _log.warning("%s is not used; its record cannot be read: %s", record.parent, error)
                 continue
             found.append((record.parent, checkpoint))
         return sorted(found, key=lambda each: each[1].steps)

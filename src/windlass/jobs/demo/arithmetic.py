@@ -37,7 +37,7 @@ def load_tokenizer(checkpoint: Path) -> Any:
     except Exception as error:
         raise _no_tokenizer(checkpoint, f"{type(error).__name__}: {error}") from error
     if SAMPLE not in text:
-        raise _no_tokenizer(checkpoint, f"it turns {SAMPLE!r} into {text!r}")
+        raise _no_tokenizer(checkpoint, f"the tokenizer turns {SAMPLE!r} into {text!r}")
     return tokenizer
 
 

@@ -71,8 +71,8 @@ def check_output(config: LaunchConfig) -> None:
             return
         if any(folder.iterdir()) and not all(path.exists() for path in made):
             raise ConfigError(
-                "demo: --output must be a new folder, an empty folder, or the folder of an earlier demo (whose "
-                f"files are deleted), got {folder}"
+                "demo: --output must be a new folder, an empty folder, or the folder of an earlier demo, because the "
+                f"demo deletes all files in this folder, got {folder}"
             )
     except OSError as error:
         raise ConfigError(f"demo: --output {folder} cannot be used: {error}") from error
@@ -102,8 +102,10 @@ def make_directory(config: LaunchConfig) -> None:
 def engine_install(kind: str) -> str:
     """Return a text that tells the user how to install an engine: with pip if this host has GPUs, else with make."""
     if visible_gpus():
-        return f"`pip install {kind}` there, docs/integrations/{kind}.md"
-    return "`make engines` first"
+        return (
+            f"run `pip install {kind}` in a separate environment, see docs/integrations/{kind}.md"
+        )
+    return "run `make engines` first"
 
 
 PACKAGES = {"mooncake": "mooncake", "nixl": "nixl"}
@@ -146,8 +148,8 @@ def check_pause_mode(config: LaunchConfig) -> None:
     version = subprocess.run(asked, capture_output=True, text=True, check=False).stdout.strip()
     if not has(TOKEN_VERSIONS, version):
         raise ConfigError(
-            f"demo: --pause-mode must be abort with SGLang {version}, because {TOKEN_VERSIONS.without}, and the demo would "
-            f"report correct answers as torn; got {mode}"
+            f"demo: --pause-mode must be abort with SGLang {version}, got {mode}: in this release {TOKEN_VERSIONS.without}, "
+            "so the demo would report correct answers as torn"
         )
 
 
