@@ -246,11 +246,14 @@ def test_greedy_sample_is_replayed_bit_for_bit(engine: str, tmp_path: Path) -> N
     ]
     assert [each.returncode for each in said] == [0, 1, 1, 0], said
     assert said[0].stdout == (
-        "sample 0 of version 1: identical: 12 tokens and their log-probabilities\n"
+        "sample 0 of version 1: the engine generated the same 12 tokens with the same log-probabilities\n"
     )
-    assert "12 of 12 tokens compared, log-probabilities differ by at most 1e-12" in said[1].stdout
-    assert "the tokens differ from output token 9 on" in said[2].stdout
-    assert "12 tokens have another version" in said[3].stdout
+    assert (
+        "12 of 12 tokens compared; their log-probabilities differ by at most 1e-12"
+        in said[1].stdout
+    )
+    assert "the tokens first differ at output_ids[9]" in said[2].stdout
+    assert "the sample has 12 tokens of other versions" in said[3].stdout
     tolerant = audit(tmp_path, "--version", "1", "--sample", "1", "--replay", engine)
     assert tolerant.returncode == 0
 

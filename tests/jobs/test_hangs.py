@@ -101,7 +101,7 @@ def test_trainer_rank_that_hangs_is_started_again_after_the_deadline_of_a_step(
         job.read_until("step 1:")
         (pid,) = job.children(f"{EXAMPLE}/trainer.py")
         os.kill(pid, signal.SIGSTOP)
-        said = job.read_until("starting the ranks again, 1 of at most 3")
+        said = job.read_until("starting the ranks again (restart 1 of at most 3)")
         assert "no answer from trainer-0 within 20.0 s" in said
         assert job.end() == 0, job.text
     assert "done: 2 steps" in job.text

@@ -214,7 +214,7 @@ def test_a_job_generates_again_what_a_living_worker_has_freed(tmp_path: Path) ->
     status, printed = launch(job)
     assert status == 0, printed
     assert numbers(trained(tmp_path)) == twice(4)
-    assert "answers are made again: the worker no longer has the tensors" in printed
+    assert "again, because the worker no longer has the tensors" in printed
     assert json.loads((tmp_path / "out" / "summary.json").read_text())["rollouts"]["rejected"] >= 1
 
 

@@ -327,7 +327,7 @@ def test_a_job_restarts_a_dead_trainer_rank_from_its_checkpoint(
         printed, _ = job.communicate(timeout=DEADLINE_S)
         assert job.returncode == 0, printed + (tmp_path / "stderr").read_text()
     assert died.exists()
-    assert "starting the ranks again, 1 of at most 3" in printed
+    assert "starting the ranks again (restart 1 of at most 3)" in printed
     # Versions after the checkpoint that the engine served before the death.
     lost = {"train_step": [3], "write": [], "save": [3]}[dies_in]
     # The second version with the weights of step 2.

@@ -311,24 +311,24 @@ def test_a_sampling_key_may_be_given_with_its_default(tmp_path: Path, given: str
         (
             'json_schema = "{}"',
             "[]",
-            "kind must be vllm or sglang with json_schema, regex, ebnf or choice",
+            "kind must be vllm or sglang if rollout.sampling sets json_schema, regex, ebnf or choice",
         ),
         (
             'regex = "a+"',
             "[]",
-            "kind must be vllm or sglang with json_schema, regex, ebnf or choice",
+            "kind must be vllm or sglang if rollout.sampling sets json_schema, regex, ebnf or choice",
         ),
         ('stop = ["."]', '["--skip-tokenizer-init"]', "must not contain --skip-tokenizer-init"),
-        ("priority = 1", "[]", "kind must be vllm or sglang with rollout.sampling.priority"),
+        ("priority = 1", "[]", "kind must be vllm or sglang if rollout.sampling sets priority"),
         (
             "sampling_seed = 3",
             '[]\nkind = "sglang"\nport = 30001',
-            "arguments must contain --enable-deterministic-inference with rollout.sampling.sampling_seed",
+            "arguments must contain --enable-deterministic-inference if rollout.sampling sets sampling_seed",
         ),
         (
             "priority = 3",
             '["--seed", "1"]\nkind = "vllm"\nport = 30001',
-            "must contain --scheduling-policy with rollout.sampling.priority, got ['--seed', '1']",
+            "must contain --scheduling-policy if rollout.sampling sets priority, got ['--seed', '1']",
         ),
     ],
 )
@@ -420,7 +420,7 @@ def test_check_names_the_key_of_a_bad_job(path: Path, capsys: pytest.CaptureFixt
 
 
 def test_a_recipe_must_be_a_recipe_class_of_its_file() -> None:
-    says = r"recipe\.name must be .*Recipe class of recipe\.py, which has \['CountSevens'\], got 'Sequence'"
+    says = r"recipe\.name must be .*Recipe class in recipe\.py, got 'Sequence'; .* are \['CountSevens'\]"
     with pytest.raises(ConfigError, match=says):
         load_recipe(EXAMPLE.with_name("recipe.py"), "Sequence")
     with pytest.raises(ConfigError, match=r"recipe\.file must be a Python file, got 'nowhere\.py'"):
@@ -431,7 +431,7 @@ NOT_A_RECIPE = {
     "import no_such_module_17\n": r"Python can run, got '.*': line 1: ModuleNotFoundError: .*_17'",
     "x = 1\nx +\n": r"Python can run, got '.*recipe\.py': SyntaxError: invalid syntax .*line 2",
     "import sys\nsys.exit(3)\n": r"Python can run, got '.*recipe\.py': line 2: SystemExit: 3",
-    "class CountSevens: ...\n": r"recipe\.name must be a .* which has \[\], got 'CountSevens'",
+    "class CountSevens: ...\n": r"recipe\.name must be a .*, got 'CountSevens'; the file's Recipe classes are \[\]",
     "from windlass.jobs import Recipe\nclass CountSevens(Recipe):\n    def tasks(self): ...\n": (
         r"recipe\.name must be a class that defines \['rewards'\], got 'CountSevens', which does not"
     ),
@@ -504,11 +504,11 @@ def with_arguments(*words: str) -> tuple[str, str]:
         ((VLLM, with_arguments("--dp", "0")), r"engine-a': --dp must be 1 or more, got 0"),
         (
             (VLLM, with_arguments("--pp", "2"), GPUS, ("port = 8000", "port = 8000\nnum_gpus = 1")),
-            r"engine-a': num_gpus must be 2, one for each rank of the engine, got 1",
+            r"engine-a': num_gpus must be 0, or 2 \(one for each rank of the engine\), got 1",
         ),
         (
             (GPUS, ON_GPUS, ('name = "engine-a"', 'name = "engine-a"\ntensor_parallel_size = 2')),
-            r"trainer\.num_gpus: trainers and engines together must need at most the 3 GPUs .*, got 4",
+            r"trainer\.num_gpus: trainers and engines must reserve at most 3 GPUs in total, .* got 4",
         ),
         (
             (('name = "engine-a"', 'name = "engine-a"\ncolocate_with = "trainer-2"'),),
@@ -533,7 +533,7 @@ def with_arguments(*words: str) -> tuple[str, str]:
                     'name = "engine-a"\ntensor_parallel_size = 2\ncolocate_with = "trainer-1"',
                 ),
             ),
-            r"must name a trainer rank with at least 2 reserved GPUs on its node .*; got 'trainer-1' with 1",
+            r"leave one GPU for each of the engine's 2 ranks, got 1 reserved GPU from the first GPU of 'trainer-1'",
         ),
         (
             (("world_size = 2", "world_size = 2\nnum_nodes = 2"),),

@@ -115,7 +115,7 @@ async def test_a_process_is_created_watched_signalled_listed_and_deleted(
         status = await scheduler.wait_healthy("stays", deadline_s=60)
         assert status.returncode is None
         assert status.pid > 0
-        with pytest.raises(ConfigError, match="'stays' is taken"):
+        with pytest.raises(ConfigError, match="'stays' is queued or runs"):
             await scheduler.start(python("stays", STAY))
         await scheduler.start(
             ProcessSpec(name="beside", command=(sys.executable, "-c", STAY), colocate_with="stays")
@@ -368,7 +368,7 @@ async def test_processes_of_this_host_see_gpus_of_their_own(
             # The process has printed when it writes into the fifo.
             await line_of(fifo)
             seen[spec.name] = await scheduler.log_tail(spec.name)
-        full = r"'engine-c': num_gpus must be at most 0, the free GPUs of 3 on this host, got 1 \(3: trainer-0"
+        full = r"'engine-c': num_gpus must be at most 0, the number of free GPUs on this host, got 1; reserved: GPU 3 \(trainer-0\)"
         with pytest.raises(ConfigError, match=full):
             await scheduler.start(sees_gpus(1, "engine-c"))
         await scheduler.delete("engine-a")

@@ -178,7 +178,7 @@ async def test_a_batch_that_times_out_names_the_missing_groups() -> None:
     )
     async with started(lambda _: 1.0, config) as rig:
         rig.submit(1)
-        with pytest.raises(PeerTimeout, match=r"needs 2 groups; 1 are scored, 0 are being scored"):
+        with pytest.raises(PeerTimeout, match=r"needs 2 groups; scored: 1, being scored: 0"):
             await rig.next_batch()
 
 

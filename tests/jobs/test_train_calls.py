@@ -205,6 +205,9 @@ async def test_a_second_process_of_a_rank_waits_for_the_first_to_leave() -> None
             await socket.send_bytes(encode(Joined(PROTOCOL_VERSION, 0, 1, job, "second")))
             refused = CONTROLLER_FRAMES.decode(await socket.receive_bytes())
         assert isinstance(refused, Refused)
-        assert (refused.final, "taken by another process" in refused.message) == (False, True)
+        assert (refused.final, "another process has already joined" in refused.message) == (
+            False,
+            True,
+        )
         await trainers.close(grace_s=1)
         await rank

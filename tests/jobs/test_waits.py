@@ -148,7 +148,7 @@ def test_a_batch_that_times_out_counts_its_rollouts_in_the_error(
     config = write(tmp_path, recipe=recipe, worker=WORKER, rollout="batch_deadline_s = 3.0")
     with launched(config) as job:
         assert job.end() == 2, job.text
-    assert "no batch within 3 s; a batch needs 2 groups; 0 are scored" in job.error, job.text
+    assert "no batch within 3 s; a batch needs 2 groups; scored: 0" in job.error, job.text
     assert count in job.error
     assert f"{count}0" not in job.error
     assert ("rejected: too short" in job.error) is (name == "rejects")
@@ -216,7 +216,7 @@ def test_sigint_ends_a_job_whose_tasks_wait_for_data(tmp_path: Path) -> None:
 def test_the_error_of_a_batch_without_tasks_names_the_reason(tmp_path: Path) -> None:
     with launched(write(tmp_path, recipe=STALLS, rollout="batch_deadline_s = 4.0")) as job:
         assert job.end() == 2, job.text
-    assert "no batch within 4 s; a batch needs 2 groups; 1 are scored" in job.error
+    assert "no batch within 4 s; a batch needs 2 groups; scored: 1" in job.error
     assert "; the recipe's tasks() has yielded nothing for " in job.error
 
 

@@ -93,7 +93,9 @@ def _tensor_of(code: int, data: memoryview) -> torch.Tensor:
     try:
         found = torch.empty(frame.shape, dtype=torch_dtype(frame.dtype))
     except (RuntimeError, TypeError) as error:
-        raise msgspec.ValidationError(f"tensor of shape {frame.shape}: {error}") from error
+        raise msgspec.ValidationError(
+            f"cannot create a tensor of shape {frame.shape}: {error}"
+        ) from error
     if nbytes:
         found.flatten().view(torch.uint8).numpy()[:] = frame.data
     return found

@@ -840,9 +840,9 @@ class Job:
             _log.warning("trainer ranks failed: %s", error)
             reason, where = (
                 str(error).partition("\n")[0],
-                f"{self._restarts_since_checkpoint} of at most {max_restarts}",
+                f"restart {self._restarts_since_checkpoint} of at most {max_restarts}",
             )
-            self._notify(f"{reason}; starting the ranks again, {where}")
+            self._notify(f"{reason}; starting the ranks again ({where})")
             try:
                 with self._waiting_for(lambda: "the trainer ranks to start again"):
                     await self._start_ranks()
@@ -923,7 +923,7 @@ class Job:
         try:
             return encode_tasks([task for task in tasks if task is not None])
         except ConfigError as error:
-            _log.warning("the checkpoint lacks the tasks that were not trained on: %s", error)
+            _log.warning("the checkpoint does not record the tasks that are still open: %s", error)
             return b""
 
     @property
@@ -1340,23 +1340,23 @@ def _check_sampling(config: LaunchConfig, engine: EngineSection) -> None:
     for table, sampling in _samplings(config):
         if sampling.has_structure and engine.kind == "embedded":
             raise ConfigError(
-                f"{where}: kind must be vllm or sglang with json_schema, regex, ebnf or choice in {table}, got 'embedded'"
+                f"{where}: kind must be vllm or sglang if {table} sets json_schema, regex, ebnf or choice, got 'embedded'"
             )
         options = dict(options_of(engine.arguments))
         for name in ("sampling_seed", "priority"):
             value, option = getattr(sampling, name), _OPTIONS.get((engine.kind, name))
             if value and option is not None and option not in options:
                 raise ConfigError(
-                    f"{where}: arguments must contain {option} with {table}.{name}, got {list(engine.arguments)}"
+                    f"{where}: arguments must contain {option} if {table} sets {name}, got {list(engine.arguments)}"
                 )
         if sampling.priority and engine.kind == "embedded":
             raise ConfigError(
-                f"{where}: kind must be vllm or sglang with {table}.priority, got 'embedded'"
+                f"{where}: kind must be vllm or sglang if {table} sets priority, got 'embedded'"
             )
         if sampling.stop and "--skip-tokenizer-init" in dict(options_of(engine.arguments)):
             raise ConfigError(
-                f"{where}: arguments must not contain --skip-tokenizer-init with {table}.stop, because the "
-                "engine needs its tokenizer to find stop texts; remove it, or use stop_token_ids"
+                f"{where}: arguments must not contain --skip-tokenizer-init if {table} sets stop, because the "
+                "engine needs its tokenizer to find stop texts; remove the option, or use stop_token_ids"
             )
 
 
@@ -1576,15 +1576,15 @@ def _engine(config: LaunchConfig, engine: EngineSection, url: str) -> list[Proce
             gpus = tuple(beside.gpus[0] + n for n in range(num_ranks))
         if gpus and gpus[-1] >= beside.num_gpus:
             raise ConfigError(
-                f"{where}: colocate_with must name a trainer rank with at least {num_ranks} reserved GPUs on its "
-                f"node (its first GPU and those after it), because each engine rank needs one; got "
-                f"{engine.colocate_with!r} with {beside.num_gpus - gpus[0]}"
+                f"{where}: colocate_with must leave one GPU for each of the engine's {num_ranks} ranks, got "
+                f"{counted(beside.num_gpus - gpus[0], 'reserved GPU')} from the first GPU of {engine.colocate_with!r} to the last of "
+                "its node; name an earlier trainer rank, or reserve more GPUs"
             )
     elif num_gpus is None:
         num_gpus = num_ranks if config.trainer.num_gpus else 0
     elif num_gpus not in {0, num_ranks}:
         raise ConfigError(
-            f"{where}: num_gpus must be {num_ranks}, one for each rank of the engine, got {num_gpus}"
+            f"{where}: num_gpus must be 0, or {num_ranks} (one for each rank of the engine), got {num_gpus}"
         )
     return [
         ProcessSpec(

@@ -231,7 +231,7 @@ def find_recipe(
             if isinstance(value, type) and issubclass(value, Recipe) and value is not Recipe
         ]
         raise ConfigError(
-            f"recipe.name must be a windlass.jobs.Recipe class of {file.name}, which has {known}, got {name!r}"
+            f"recipe.name must be a windlass.jobs.Recipe class in {file.name}, got {name!r}; the file's Recipe classes are {known}"
         )
     plain = [each for each in HOOKS if not inspect.iscoroutinefunction(getattr(found, each))]
     if plain:

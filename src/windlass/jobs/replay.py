@@ -13,6 +13,7 @@ from windlass.errors import ConfigError
 from windlass.rollout.generate import AttemptError, generate
 from windlass.rollout.messages import EngineTarget, Partial, RolloutTask, TrainingSample
 from windlass.sampling import SamplingParams
+from windlass.wording import counted
 
 MAX_REQUESTS = 16
 """Number of requests at a time to the engine."""
@@ -62,18 +63,18 @@ class Replay:
     def text(self) -> str:
         """Return the comparison as one line."""
         if self.is_identical:
-            said = f"identical: {self.num_compared} tokens and their log-probabilities"
+            said = f"the engine generated the same {counted(self.num_compared, 'token')} with the same log-probabilities"
         else:
             said = (
-                f"{self.num_compared} of {self.num_generated} tokens compared, log-probabilities differ by at most "
+                f"{self.num_compared} of {self.num_generated} tokens compared; their log-probabilities differ by at most "
                 f"{self.largest_distance:.3g} (mean {self.mean_distance:.3g})"
             )
             if self.first_difference is not None:
-                said += f"; the tokens differ from output token {self.first_difference} on"
+                said += f"; the tokens first differ at output_ids[{self.first_difference}]"
         if self.num_other_version:
             said += (
-                f"; the engine serves version {self.engine_version}, and {self.num_other_version} tokens have another "
-                "version"
+                f"; the engine serves version {self.engine_version}, but the sample has "
+                f"{counted(self.num_other_version, 'token')} of other versions"
             )
         return said
 
@@ -112,8 +113,8 @@ async def replay(
         found, wanted = (msgspec.structs.asdict(each)[name] for each in (sampling, neutral))
         if not is_exact and found != wanted:
             raise ConfigError(
-                f"replay: sampling: {name} must be {wanted} unless the sampling is greedy or seeded, got {found}: this setting changes "
-                "log-probabilities, and an engine applies it only to tokens that it samples itself"
+                f"replay: sampling.{name} must be {wanted} unless the sampling is greedy or seeded, got {found}; the "
+                "replay cannot compute the log-probabilities that this setting changes"
             )
     if not spans:
         raise ConfigError("replay: the sample must have a token that an engine generated, got none")

@@ -19,6 +19,7 @@ from windlass.rollout.handles import Rollout, RolloutGroup
 from windlass.rollout.held import held_of
 from windlass.rollout.messages import TrainingSample
 from windlass.rollout.rewards import RewardError, Scorer
+from windlass.wording import counted
 
 _log = logging.getLogger(__name__)
 LOST = "the worker no longer has the tensors"
@@ -87,11 +88,11 @@ class Scoring:
             scoring.cancel()
 
     def describe(self) -> str:
-        """Return a text: how many groups a step needs, how many are scored and being scored, and the counts of rollouts."""
+        """Return a text with numbers of groups (needed by a step, scored, being scored), and the counts of rollouts."""
         num_scored = sum(scoring.done() for scoring in self._scores.values())
         said = (
-            f"{self._config.groups_per_step} groups; {num_scored} are scored, "
-            f"{len(self._scores) - num_scored} are being scored; {self._rollouts.describe()}"
+            f"{self._config.groups_per_step} groups; scored: {num_scored}, "
+            f"being scored: {len(self._scores) - num_scored}; {self._rollouts.describe()}"
         )
         return "; ".join(filter(None, (said, self._describe_tasks())))
 
@@ -172,12 +173,13 @@ class Scoring:
             num_replaced += len(reasons)
             if reasons:
                 _log.warning(
-                    "group %d: %d answers are made again: %s", group_id, len(reasons), LOST
+                    "group %d: the job generates %s again, because %s",
+                    *(group_id, counted(len(reasons), "answer"), LOST),
                 )
                 self._replace(group_id, reasons)
         if len(present) == len(found) and not num_replaced:
             raise TrainerError(
-                f"tensors: {len(lost)} tensors that the recipe made did not reach the ranks"
+                f"tensors: {counted(len(lost), 'tensor')} that the recipe made did not reach the ranks"
             )
         return False
 
@@ -233,7 +235,7 @@ class Scoring:
         if num_failed > most * num_first:
             raise RolloutError(
                 f"rewards: {self._scorer.name} failed for {num_failed} of the last {num_first} rollouts "
-                f"({num_failed / num_first:.0%}), and rollout.max_failed_rewards = {most:g}; newest failure: "
+                f"({num_failed / num_first:.0%}), more than rollout.max_failed_rewards = {most:g} allows; newest failure: "
                 f"{self._scorer.counts.newest_failure}"
             )
 

@@ -51,6 +51,7 @@ from windlass.rollout.batches import BatchQueue, check_groups
 from windlass.rollout.fetch import held_in
 from windlass.rollout.messages import TrainingSample
 from windlass.sampling import SamplingParams
+from windlass.wording import counted
 
 _log = logging.getLogger(__name__)
 
@@ -308,7 +309,8 @@ class TrainController:
             lost = await self.take_tensors(step, whole, deadline_s=deadline_s)
             if lost:
                 raise TrainerError(
-                    f"train_step: {len(lost)} tensors of step {step} are lost: their rollout workers have ended or freed them"
+                    f"train_step: the ranks could not fetch {counted(len(lost), 'tensor')} of step {step}, because rollout workers "
+                    "have ended or freed the memory"
                 )
         are_taken, self._are_taken, self._looked_at = self._are_taken, False, None
         shards = [whole[index::size] for index, size in self._shard_indices()]
@@ -500,8 +502,8 @@ class TrainController:
         if lacking:
             known = sorted({name for rank in self._ranks for name in rank.operations})
             raise ConfigError(
-                f"operation must be an operation of run_train_worker on every rank, got {operation!r}, which "
-                f"{', '.join(lacking)} does not have; known operations: {known}"
+                f"operation must be in the `operations` that every rank gives to run_train_worker, got {operation!r}, "
+                f"which is missing on {', '.join(lacking)}; known operations: {known}"
             )
         what = f"operation {operation}: argument"
         return [Operation(operation, encode_call_value(what, argument)) for argument in arguments]
@@ -665,8 +667,8 @@ class TrainController:
         check_version(first.protocol_version, "train worker")
         if first.world_size != len(self._ranks) or not 0 <= first.rank < first.world_size:
             raise ProtocolError(
-                f"train worker: rank must be in [0, {len(self._ranks)}), "
-                f"got {first.rank} of {first.world_size}"
+                f"train worker: rank must be in [0, {len(self._ranks)}) and world_size {len(self._ranks)}, got rank "
+                f"{first.rank} and world_size {first.world_size}"
             )
         rank = self._ranks[first.rank]
         if not self._job or not hmac.compare_digest(first.job.encode(), self._job.encode()):
@@ -674,7 +676,7 @@ class TrainController:
                 f"train worker: {rank.peer}: job must be the id of the newest start of the ranks, got {first.job!r}"
             )
         if rank.incarnation not in ("", first.incarnation):
-            raise MustWait(f"train worker: {rank.peer} is taken by another process")
+            raise MustWait(f"train worker: another process has already joined as {rank.peer}")
         rank.incarnation, rank.operations = first.incarnation, first.operations
         if first.rank == 0:
             self._store = (first.store_host, first.store_port)
@@ -705,7 +707,7 @@ async def _answer(rank: _Rank, wait: _Wait, what: str) -> Done:
 
     Args:
         rank: the rank.
-        wait: future or task of the rank's answer. A result of another type stands for `Done()`.
+        wait: future or task of the rank's answer. If its result is neither `Done` nor `Failed`, return `Done()`.
         what: name of the call, for errors.
 
     Raises:
@@ -731,7 +733,9 @@ def _value_of(rank: _Rank, done: Done) -> Any:
     try:
         return decode_call_value(done.value)
     except DECODE_ERRORS as error:
-        raise TrainerError(f"{rank.peer}: value of {len(done.value)} bytes: {error}") from error
+        raise TrainerError(
+            f"{rank.peer}: cannot decode the operation's result of {len(done.value)} bytes: {error}"
+        ) from error
 
 
 async def _published(update: CalledUpdate) -> TrainResult:

@@ -135,7 +135,7 @@ class TrainingSection(msgspec.Struct, frozen=True, kw_only=True):
             if uses and getattr(sampling, name) != value:
                 raise ConfigError(
                     f"rollout.sampling.{name} must be {value!r}, because the loss uses the engine's log-probabilities, "
-                    f"got {getattr(sampling, name)!r}; or set training.old_policy = 'trainer' and no correction"
+                    f"got {getattr(sampling, name)!r}; or set training.old_policy = 'trainer' and training.correction = 'none'"
                 )
 
 

@@ -72,8 +72,8 @@ class ProcessSpec(msgspec.Struct, frozen=True, kw_only=True):
             )
         if missing := [gpu for gpu in self.gpus if not 0 <= gpu < reserved.num_gpus]:
             raise ConfigError(
-                f"process {self.name!r}: gpus must be in [0, {reserved.num_gpus}), the GPUs reserved on its "
-                f"node, got {missing[0]}"
+                f"process {self.name!r}: gpus must be in [0, {reserved.num_gpus}), because {reserved.num_gpus} GPUs "
+                f"are reserved on each node, got {missing[0]}"
             )
 
 
@@ -304,7 +304,7 @@ class Scheduler:
         if known is not None:
             if not known.ended.is_set():
                 raise ConfigError(
-                    f"scheduler: process name {spec.name!r} is taken by pid {known.pid}"
+                    f"scheduler: a process named {spec.name!r} is queued or runs; delete it first"
                 )
             await self.delete(spec.name)
         environment = {**self._environment, **spec.environment}
@@ -436,7 +436,7 @@ class Scheduler:
         try:
             await self._backend.signal(name, number)
         except WindlassError as error:
-            _log.warning("%s: not signalled: %s", name, error)
+            _log.warning("%s did not get signal %d: %s", name, number, error)
 
     async def close(self, *, grace_s: float = 5.0) -> None:
         """End all processes at the same time (SIGTERM, wait `grace_s`, SIGKILL), and close the backend. Idempotent.

@@ -51,8 +51,8 @@ class LocalSchedulerConfig(SchedulerConfig, frozen=True, tag="local"):
         num_gpus = sum(spec.num_gpus for spec in specs if not spec.colocate_with)
         if num_gpus > len(gpus):
             raise ConfigError(
-                f"trainer.num_gpus: trainers and engines together must need at most the {len(gpus)} GPUs of "
-                f"this host, got {num_gpus}"
+                f"trainer.num_gpus: trainers and engines must reserve at most {len(gpus)} GPUs in total, the number "
+                f"that the scheduler has, got {num_gpus}"
             )
 
     def make_backend(self, log_dir: Path) -> ClusterBackend:
@@ -131,10 +131,10 @@ class LocalBackend(ClusterBackend):
         taken = {gpu: owner for owner, gpus in self._reserved.items() for gpu in gpus}
         free = [gpu for gpu in self._gpus if gpu not in taken]
         if spec.num_gpus > len(free):
-            held = ", ".join(f"{gpu}: {owner}" for gpu, owner in taken.items())
+            held = ", ".join(f"GPU {gpu} ({owner})" for gpu, owner in taken.items())
             raise ConfigError(
-                f"process {spec.name!r}: num_gpus must be at most {len(free)}, the free GPUs of "
-                f"{len(self._gpus)} on this host, got {spec.num_gpus}" + (f" ({held})" * bool(held))
+                f"process {spec.name!r}: num_gpus must be at most {len(free)}, the number of free GPUs on "
+                f"this host, got {spec.num_gpus}" + (f"; reserved: {held}" * bool(held))
             )
         self._reserved[spec.name] = tuple(free[: spec.num_gpus])
         return spec.name

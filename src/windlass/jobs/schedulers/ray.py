@@ -113,7 +113,8 @@ class RayBackend(ClusterBackend):
             except Exception as error:
                 ray.shutdown()
                 if not tries:
-                    raise ConfigError(f"ray: address {address!r}: {error}") from error
+                    goal = f"connect to {address!r}" if address else "start a cluster on this host"
+                    raise ConfigError(f"ray: cannot {goal}: {error}") from error
 
     async def reserve(self, spec: ProcessSpec) -> str:
         """Request a placement group and one launcher actor per node. Ray starts the actors when it grants the group."""

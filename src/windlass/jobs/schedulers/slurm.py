@@ -424,5 +424,7 @@ async def _run(*command: str, tolerate: bool = False) -> str:
             await _end_client(process)
     if process.returncode and not tolerate:
         said = errors.decode(errors="replace").strip().replace("\n", "; ")
-        raise ConfigError(f"slurm: {command[0]} ended with {process.returncode}: {said}")
+        raise ConfigError(
+            f"slurm: {command[0]} ended with exit status {process.returncode}: {said}"
+        )
     return output.decode(errors="replace")
