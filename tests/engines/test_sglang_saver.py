@@ -117,14 +117,16 @@ def test_memory_is_mapped_only_if_the_gpu_has_enough(monkeypatch: pytest.MonkeyP
     # The trainer takes most of the memory.
     rank.gpu.free -= 80
     refusal = rank.ask("resume", "weights", "windlass_order=first")
-    assert refusal.startswith("wake: weights need 100 bytes, and the GPU has 80 bytes free")
+    assert refusal.startswith("wake: the GPU must have 100 bytes free for weights, got 80")
     assert rank.state.asleep == {*SIZES}
     rank.gpu.free += 30
     assert rank.ask("resume", "weights", "windlass_order=second") == ""
     # The rank carries out an order when its weights are mapped.
     others = frozenset({"kv_cache", "cuda_graph"})
     assert rank.obeyed == [("first", refusal, {*SIZES}), ("second", "", others)]
-    assert rank.ask("resume").startswith("wake: cuda_graph and kv_cache need 50 bytes")
+    assert rank.ask("resume").startswith(
+        "wake: the GPU must have 50 bytes free for cuda_graph and kv_cache"
+    )
     rank.gpu.free += 50
     assert rank.ask("resume") == ""
     assert rank.ask("resume") == ""
@@ -260,7 +262,7 @@ def test_a_pause_fails_if_the_weights_find_no_memory(
     rank.gpu.free = 1000
     with serving(rank, blocks=blocks) as (hooks, _, seen):
         rank.gpu.free = 99
-        with pytest.raises(WindlassError, match="weights need 100 bytes, and the GPU has 99"):
+        with pytest.raises(WindlassError, match="must have 100 bytes free for weights, got 99"):
             hooks.pause("7.1", PauseMode.RETRACT, DEADLINE_S)
         hooks.round_ended()
         assert rank.state.asleep == {*SIZES}

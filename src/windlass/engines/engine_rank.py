@@ -314,8 +314,8 @@ class EngineRank:
             settings: settings of the join. `name`, `url`, `checkpoint` and `world_size` must not change after the
                 first join.
             rank: rank of this process.
-            capture: function that captures the layout; called unless an earlier capture can be reused. While the weights
-                are lost, an earlier capture is reused under the new name.
+            capture: function that captures the layout; called unless an earlier capture can be reused. If the weights are
+                lost, the earlier capture is reused with the name in `settings`.
             api: function that creates the `EngineApi`; called on rank 0 after each capture. None if the trainer
                 pauses the engine; see `Hello.comes_to_rest`.
 
@@ -387,8 +387,8 @@ class EngineRank:
         on_held: Callable[[bool], None] | None = None
         if rank == 0:
             on_held = partial(note_held, settings.url, settings.controller)
-            # Delete a record that the previous fleet left: it says that the engine is held. The record remains if the weights
-            # became mixed, and the engine then slept and lost them.
+            # Delete the record that the engine is held by its previous fleet. The record still exists if the weights became
+            # mixed, and sleep then freed the weights.
             on_held(False)
         begun = time.perf_counter()
         sizes = [parameter.nbytes for parameter in captured.manifest.parameters]

@@ -41,7 +41,7 @@ def note_held(url: str, controller: str, is_held: bool) -> None:
 
     Args:
         url: URL of the server.
-        controller: URL of the controller of the update that has not ended.
+        controller: URL of the controller whose update has not ended.
         is_held: whether the engine stays paused.
     """
     name = _record(urlsplit(url).port)
@@ -73,7 +73,7 @@ def _controller_in(record: str) -> str:
 
 
 def held_reason(controller: str) -> str:
-    """Return the text about a server that waits for `controller`."""
+    """Return the error text for clients of a server whose engine is held until `controller` publishes a version."""
     return (
         f"the weights of this engine may be of two versions, because an update of the controller {controller} did not end; "
         "publish a version from this controller, or restart the engine"

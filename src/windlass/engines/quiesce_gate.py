@@ -24,7 +24,8 @@ class QuiesceGate:
     def __init__(self) -> None:
         self.changed = threading.Condition()
         """Condition that guards the state of the gate. Each change notifies it."""
-        # Ids of pauses: for which the loop is quiesced, which the agent asks for now, and which ended last; empty for none.
+        # Ids of three pauses, each empty for none: the pause for which the loop is quiesced, the pause that the agent asks
+        # for now, and the pause that ended last.
         self._reached = self._asked = self._ended = ""
         self._blocked = False
         self._num_asked = 0

@@ -122,9 +122,9 @@ def capture(
         factors: constants by which the engine's loader may multiply a tensor. For such a tensor, updates write a buffer,
             and `Captured.finalise` writes the multiplied values into the tensor. If a factor is not 1, capture needs
             one more load.
-        recompute: whether `Captured.finalise` may call `load` with only the checkpoint tensors from which the engine
-            computes its computed tensors. False if `load` always needs the whole checkpoint; capture then refuses
-            computed tensors.
+        recompute: whether `Captured.finalise` may call `load` with a part of the checkpoint, so that the engine computes
+            the computed tensors again. False if `load` always needs the whole checkpoint; capture then refuses computed
+            tensors.
         made_up: whether the engine started with random weights and has served no request. Capture then does not
             restore the values of parameters.
 

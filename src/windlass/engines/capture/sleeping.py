@@ -32,8 +32,8 @@ def shortage_of(tags: Collection[str], needed: int, free: int | None) -> str:
     if free is None or needed <= free:
         return ""
     return (
-        f"wake: {' and '.join(sorted(tags))} need {needed} bytes, and the GPU has {free} bytes free; free the "
-        "trainer's memory first, for example in connect_trainer(release=...)"
+        f"wake: the GPU must have {needed} bytes free for {' and '.join(sorted(tags))}, got {free}; free the trainer's "
+        "memory first, for example in connect_trainer(release=...)"
     )
 
 

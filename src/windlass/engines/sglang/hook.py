@@ -333,7 +333,7 @@ _NO_NAMESPACES = "SGLANG_EXPERIMENTAL_CPP_RADIX_TREE"
 
 
 def separate_caches() -> None:
-    """Patch SGLang so that a request finds only prefix-cache entries that the weights at its start have computed.
+    """Patch SGLang so that a request finds only prefix-cache entries of the weights with which the request started.
 
     The patched `Req.init_next_round_input` adds the namespace of the current weights to a request's `extra_key`, which is
     part of the key of cache entries. The method adds the namespace only if SGLang passes a `tree_cache`. SGLang (0.5.16,

@@ -102,7 +102,7 @@ def attach(order: Attach, layout: LayoutFile) -> int:
                 found = {"name": order.name, "url": order.url, "ranks": len(tables)}
                 os.write(1, msgspec.json.encode(found) + b"\n")
                 _wait_for_change(server, tables)
-            sys.stderr.write(f"engine {order.name}: its server has ended or was restarted\n")
+            sys.stderr.write(f"engine {order.name}: the server has ended or was restarted\n")
     except WindlassError as error:
         with contextlib.suppress(WindlassError):
             reason = f"{type(error).__name__}: {error}"

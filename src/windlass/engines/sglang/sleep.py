@@ -78,7 +78,7 @@ class RankSaver:
         self._prints: Mapping[str, object] | None = None
         # Tag -> bytes that its memory had.
         self._nbytes: dict[str, int] = {}
-        # Whether the scheduler shall run as soon as it may.
+        # Whether the scheduler must run as soon as no memory sleeps and no weights are lost.
         self._runs = False
         self._state.is_enabled = True
 
@@ -367,7 +367,7 @@ class ServerSleep:
 
     def __init__(self, server: EngineHttp, state: RankSleep) -> None:
         self._server, self._state = server, state
-        # Whether a round woke the weights. If the framework woke the weights, it wakes the caches too.
+        # Whether a round woke the weights. If the training framework woke them, the framework also wakes the caches.
         self._woke = False
 
     @property

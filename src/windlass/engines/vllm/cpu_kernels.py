@@ -25,7 +25,7 @@ def multiply_by_parameters(applies: Callable[[], bool]) -> None:
     the model fails with UnsupportedLayout, because updates cannot reach the packed copy.
 
     Args:
-        applies: function that vLLM calls for every layer; if it returns False, vLLM packs the layer's weight.
+        applies: function that is called for every layer; if it returns False, vLLM packs the layer's weight.
     """
     if "vllm" not in sys.modules:
         return

@@ -308,7 +308,7 @@ def keep_caches_apart() -> None:
         args: tuple[Any, ...] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> list[Any]:
-        """Handle calls of Windlass in the EngineCore. Some of these calls, and all other calls, go to the workers."""
+        """Carry out the EngineCore's part of a call of Windlass. Pass the workers' part, and all other calls, to the workers."""
         if method == ORDERS:
             _prepare_order(core, args[0])
         if method == _HOLDS and kwargs is not None and is_backend_of(core.vllm_config):
