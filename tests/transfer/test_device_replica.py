@@ -286,7 +286,7 @@ def test_an_abandoned_round_sends_no_weights_of_the_next_version(
     pair.sender.prepare(0)
     pair.weights.overwrite(1)
     pair.begin(1, told)
-    with pytest.raises(RoundAborted, match="version must be 1, to which the weights belong, got 0"):
+    with pytest.raises(RoundAborted, match="version must be 1, the version being published, got 0"):
         pair.sender.prepare(0)
     # The copy still contains version 0.
     pair.deliver(0)

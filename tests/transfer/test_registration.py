@@ -103,7 +103,7 @@ def test_parameters_of_one_storage_share_a_registration(
         assert memory.cover(found.locate()) > 0
     assert transport.registered == {storage, (own.data_ptr(), own.nbytes)}
     nbytes = NUM_PARAMETERS * ROWS * COLUMNS * 4 + 20
-    assert f"trainer/0: 25 parameters in {nbytes} bytes of 2 regions" in caplog.text
+    assert f"trainer/0: registered 25 parameters in 2 regions ({nbytes} bytes)" in caplog.text
     assert memory.cover(found.locate()) == 0.0
     assert len(transport.calls) == 2
     memory.cover(())

@@ -419,7 +419,7 @@ def test_an_abandoned_round_sends_no_weights_of_the_next_version() -> None:
         links.memory.refill(1)
         links.sender.begin_version(lambda: told.append(1), version=1)
         with pytest.raises(
-            RoundAborted, match="version must be 1, to which the weights belong, got 0"
+            RoundAborted, match="version must be 1, the version being published, got 0"
         ):
             links.sender.prepare(0)
         assert told == [0]

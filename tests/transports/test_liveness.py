@@ -102,7 +102,7 @@ def test_another_process_at_the_address_is_not_the_peer(listener: LivenessListen
         assert liveness.has_ended()
         liveness.close()
         with pytest.raises(
-            PeerUnreachable, match=r"must have the incarnation 'a+', and has another one"
+            PeerUnreachable, match=r"must have the incarnation 'a+', got another one"
         ):
             enter(listener.port)
 

@@ -96,5 +96,5 @@ def test_memory_of_a_killed_owner_cannot_be_read(
 
 
 def test_an_owner_without_memory_to_probe_is_refused() -> None:
-    with pytest.raises(RegionError, match="must have registered 16 bytes or more, got 8"):
+    with pytest.raises(RegionError, match="must have at least 16 bytes, got 8"):
         MooncakeWindow(TCP, "127.0.0.1:1", [(4096, 8)])

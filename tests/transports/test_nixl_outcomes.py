@@ -416,5 +416,5 @@ def test_a_write_to_a_peer_removed_by_another_thread_is_unreachable(
     ends.write_elsewhere()
     assert peer not in ends.ours.peers.values()
     column = np.array([ends.arenas[0].address], np.uint64)
-    with pytest.raises(PeerUnreachable, match="the process has ended"):
+    with pytest.raises(PeerUnreachable, match="the peer's process has ended"):
         peer.write((column, column, column), Deadline.after(SECONDS, "write"))

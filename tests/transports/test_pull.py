@@ -197,7 +197,7 @@ def test_writer_waits_while_too_many_connections_wait_at_the_reader() -> None:
         else:
             pytest.fail("the queue of connections must be full")
         last = lines.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_STREAM))
-        with pytest.raises(TimeoutError, match=r"not accepted within 0\.2 s"):
+        with pytest.raises(TimeoutError, match=r"did not accept the connection within 0\.2 s"):
             connect_within(last, peer.endpoint, 0.2)
         threading.Timer(0.2, waiting.set).start()
         connect_within(last, peer.endpoint, 10.0)

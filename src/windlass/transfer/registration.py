@@ -118,8 +118,8 @@ class RegisteredMemory:
         seconds = time.perf_counter() - began
         if wanted:
             nbytes = sum(region.nbytes for region in self._registered)
-            what = self._worker, len(now), nbytes, len(self._registered), seconds
-            _log.info("%s: %d parameters in %d bytes of %d regions, registered in %.3f s", *what)
+            what = self._worker, len(now), len(self._registered), nbytes, seconds
+            _log.info("%s: registered %d parameters in %d regions (%d bytes) in %.3f s", *what)
         return seconds
 
     def _wanted(self, memories: Sequence[ParameterMemory]) -> dict[Span, Span | None]:

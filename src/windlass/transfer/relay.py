@@ -755,10 +755,11 @@ class RelaySource:
             try:
                 sent = self._sender.write(version, direct, max(deadline.remaining_s, 0.001))
             except Exception as error:
-                met = [job.exception() for job in roots.values()]
-                if any(found is not None and is_unknown(found) for found in met):
+                met = [found for job in roots.values() if (found := job.exception()) is not None]
+                if any(map(is_unknown, met)):
                     raise TransferOutcomeUnknown(
-                        f"{error!r}; errors of relay roots: {met}"
+                        f"bytes may still arrive, because writes to relay roots failed: {met}; the write to the other "
+                        f"destinations failed, too: {error!r}"
                     ) from error
                 raise
             finally:
@@ -1113,7 +1114,7 @@ class RelayNode:
                         assert_never(event)
         # Catch every error, because the controller needs the state of the writes in any case.
         except Exception:  # noqa: BLE001
-            _log.exception("%s: failed in the relay", self._receiver.manifest.worker)
+            _log.exception("%s: the relay of this round failed", self._receiver.manifest.worker)
         finally:
             self._running = None
             ended = round_.finish(listener.end(round_id))

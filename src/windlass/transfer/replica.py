@@ -195,7 +195,7 @@ class Replica:
         """
         if None not in (version, self._version) and version != self._version:
             raise RoundAborted(
-                f"prepare: version must be {self._version}, to which the weights belong, got {version}"
+                f"prepare: version must be {self._version}, the version being published, got {version}"
             )
         if self._only_once and self._taken and not self._whole:
             raise RoundAborted(

@@ -143,8 +143,8 @@ def _reverted(model: torch.nn.Module, held: Sequence[HeldPart]) -> dict[str, lis
         raise
     except Exception as error:
         raise UnsupportedLayout(
-            f"{type(model).__name__}: transformers must be able to save the model in the form of its checkpoint, "
-            f"got {type(error).__name__}: {error}: pass `name_map` and `stacked`"
+            f"{type(model).__name__}: transformers failed to convert the parameters to the tensors of the checkpoint "
+            f"({type(error).__name__}: {error}); pass `name_map` and `stacked`"
         ) from error
     found: dict[str, list[PlacedShard]] = {part.name: [] for part in held}
     for source, placed in placed_pieces(saved):
@@ -168,8 +168,8 @@ def unstack(rules: Sequence[StackedRule], part: HeldPart) -> list[PlacedShard]:
         count, dim = len(rule.tensors), 2 if rule.transposed else 1
         if len(part.shape) != 3 or part.shape[dim] % count:
             raise ManifestError(
-                f"tensor {part.name!r}: shape {part.shape} must be experts, rows, columns with rows "
-                f"divisible by {count}"
+                f"parameter {part.name!r}: shape must have three dims, and dim {dim} must be divisible by {count}, the "
+                f"number of tensors that its rule stacks, got {part.shape}"
             )
         matrices = watched(part).transpose(1, dim).unbind()
         saved = {
@@ -259,7 +259,7 @@ class _Watched(torch.Tensor):
         follow = _FOLLOWED.get(func)
         if follow is None:
             raise UnsupportedLayout(
-                f"transformers must only copy and rearrange parameters when it saves the model, got {func}: pass "
+                f"transformers must only copy and rearrange parameters when it saves the model, got {func}; pass "
                 "`name_map` and `stacked`"
             )
         return follow(*args, **(kwargs or {}))
@@ -273,7 +273,8 @@ class _Watched(torch.Tensor):
         kept = list(itertools.islice(pieces, MAX_PIECES + 1))
         if len(kept) > MAX_PIECES:
             raise UnsupportedLayout(
-                f"parameter {kept[0].source!r}: must be at most {MAX_PIECES} boxes of tensors that transformers saves"
+                f"parameter {kept[0].source!r}: must consist of at most {MAX_PIECES} boxes of checkpoint tensors, got more; "
+                "pass `name_map` and `stacked`"
             )
         return _made(tuple(shape), self.dtype, kept)
 

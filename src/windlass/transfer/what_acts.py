@@ -193,12 +193,12 @@ def _refuse_base(layer: _PeftLayer, base: str, published: Collection[str]) -> No
             continue
         if layer.kind == "original_module":
             raise PlanError(
-                f"parameter {base!r}: must be left out by `name_map`, because the model uses the trained copy "
-                f"{next(iter(own))!r} instead; map the copy to the name that this parameter has in the checkpoint"
+                f"parameter {base!r}: `name_map` must return None for it, because the model uses the trained copy "
+                f"{next(iter(own))!r} instead; for the copy, return the name that this parameter has in the checkpoint"
             )
         raise PlanError(
-            f"parameter {base!r}: must contain its active adapters, got adapter {adapter!r}, which is neither merged nor "
-            "published; call `merge_adapter()` before `publish` and `unmerge_adapter()` after it, publish the adapter "
+            f"parameter {base!r}: each active adapter must be merged or published, got adapter {adapter!r}, which is neither; "
+            "call `merge_adapter()` before `publish` and `unmerge_adapter()` after it, publish the adapter "
             "(`name_map=adapter_names()`), or call `disable_adapter_layers()`"
         )
 

@@ -106,7 +106,7 @@ def _start_all(towards: str, gpu: int, undo: ExitStack) -> list[OneSidedTranspor
         started += start(config for config in configs if config.between_hosts)
     if not started:
         raise TransportUnavailable(
-            "auto: no transport for this kind of memory can be started: "
+            f"auto: no transport for {'host' if gpu < 0 else 'GPU'} memory could be started: "
             f"{'; '.join(reasons.values()) or 'none is installed'}"
         )
     return started
@@ -224,7 +224,7 @@ class TransportSet(OneSidedTransport):
         if not remotes:
             address, nbytes = span
             raise refused or RegionError(
-                f"register: [{address:#x}, {address + nbytes:#x}) must come from the allocator"
+                f"register: [{address:#x}, {address + nbytes:#x}) must be memory from the transport's `allocator`"
             )
         return MemoryRegion(*span, remotes[0], tuple(remotes[1:]))
 

@@ -59,8 +59,8 @@ def choose_transport(
             continue
         if offer.traits.same_host and not same_host:
             reasons.append(
-                f"transport {offer.transport}: both ranks must be on the same host, in the same PID "
-                "namespace and network namespace, and are not"
+                f"transport {offer.transport}: both ranks must be on the same host, with the same PID namespace and "
+                "network namespace"
             )
         elif not same_address and (reason := unreachable_reason(other.endpoint)):
             reasons.append(reason)
@@ -93,8 +93,8 @@ def unreachable_reason(endpoint: PeerEndpoint) -> str:
     if not is_loopback(host):
         return ""
     return (
-        f"{endpoint.transport} address must be reachable from other hosts, got {address!r}; the "
-        f"transport's host or {HOST_VARIABLE} sets it"
+        f"{endpoint.transport} address must be reachable from other hosts, got {address!r}; set `host` of the "
+        f"transport, or the environment variable {HOST_VARIABLE}"
     )
 
 

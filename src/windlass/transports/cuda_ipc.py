@@ -129,8 +129,8 @@ class CudaIpcTransport(RegionTransport):
         _, size = self.gpu.device.allocation(base)
         if offset < 0 or offset + region.nbytes > size:
             raise RegionError(
-                f"map: {region.endpoint.address} published {region.nbytes} bytes at {offset} of an "
-                f"allocation of {size}"
+                f"map: a region of {region.endpoint.address} must be inside its allocation of {size} bytes, got "
+                f"{region.nbytes} bytes at offset {offset}"
             )
         return MappedRegion(region.address, stop, base + offset - region.address)
 

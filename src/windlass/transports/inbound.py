@@ -89,8 +89,8 @@ def end_connections(is_meant: Callable[[socket.socket], bool], deadline: Deadlin
     while held := cut & {os.fstat(own.fileno()).st_ino for own in _sockets()}:
         if deadline.remaining_s == 0:
             raise TransferFailed(
-                f"{deadline.purpose}: the library has not closed {len(held)} connections within "
-                f"{deadline.seconds} s"
+                f"{deadline.purpose}: the transport's library must close all connections within {deadline.seconds} s, but "
+                f"{len(held)} of {len(cut)} are open"
             )
         # No event reports that a library closed its socket.
         threading.Event().wait(next(pauses))

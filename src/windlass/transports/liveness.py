@@ -99,7 +99,11 @@ class LivenessListener:
                 # that disconnected at once.
                 if self._closed.wait(ACCEPT_AGAIN_S):
                     return
-                _log.warning("liveness listener at port %s: %s", self.port, error)
+                _log.warning(
+                    "the liveness listener at port %s could not accept a connection: %s",
+                    self.port,
+                    error,
+                )
                 continue
             self._drop_closed()
             if len(self._clients) >= _MAX_CLIENTS:
@@ -295,11 +299,13 @@ def _check_incarnation(
         connection.settimeout(max(deadline.remaining_s, 0.001))
         more = connection.recv(INCARNATION_NBYTES - len(answer))
         if not more:
-            raise ConnectionResetError("the connection was closed before an answer")
+            raise ConnectionResetError(
+                "the peer closed the connection before it sent its incarnation"
+            )
         answer += more
     if answer != endpoint.incarnation.encode():
         raise _OtherProcessError(
-            f"the process at this address must have the incarnation {endpoint.incarnation!r}, and has another one"
+            f"the process at {endpoint.address} must have the incarnation {endpoint.incarnation!r}, got another one"
         )
 
 

@@ -259,7 +259,7 @@ class NetworkPeer(ABC):
         """
         self.refuse_closed(deadline)
         if self.liveness.has_ended(reconnect=False):
-            raise PeerUnreachable(f"{deadline.purpose}: the process has ended")
+            raise PeerUnreachable(f"{deadline.purpose}: the peer's process has ended")
         if self.is_open():
             why = next(iter(self._given_up.values()))
             raise TransferOutcomeUnknown(f"an earlier write may still continue: {why}")
@@ -342,7 +342,7 @@ class NetworkPeer(ABC):
                 why = "the transport was closed"
                 error = TransferFailed if never_began else error
             elif has_ended:
-                error, why = PeerUnreachable, "the process has ended"
+                error, why = PeerUnreachable, "the peer's process has ended"
             elif never_began:
                 if not failed:
                     return self._crowded_out(deadline)
@@ -350,7 +350,7 @@ class NetworkPeer(ABC):
             elif failed:
                 why = call.error
             else:
-                call.is_late, why = True, f"not ended within {deadline.seconds} s"
+                call.is_late, why = True, f"the write did not end within {deadline.seconds} s"
             if error is TransferOutcomeUnknown:
                 why += "; bytes may still arrive"
             if not never_began:
@@ -517,7 +517,7 @@ class NetworkTransport(RegionTransport, Generic[PeerT]):
             with self._lock:
                 self._refuse_closed(deadline)
                 self._forget_ended()
-            raise PeerUnreachable(f"{deadline.purpose}: the process has ended")
+            raise PeerUnreachable(f"{deadline.purpose}: the peer's process has ended")
         return found
 
     def _refuse_closed(self, deadline: Deadline) -> None:

@@ -245,7 +245,9 @@ def connect_within(line: socket.socket, peer: PeerEndpoint, seconds: float) -> N
     try:
         line.connect(socket_name_of(peer))
     except BlockingIOError as error:
-        raise TimeoutError(f"not accepted within {seconds:.3g} s") from error
+        raise TimeoutError(
+            f"the listener did not accept the connection within {seconds:.3g} s"
+        ) from error
     line.settimeout(seconds)
 
 

@@ -331,7 +331,8 @@ def _receive_request(line: socket.socket) -> tuple[Pieces, bytes, Deadline]:
     is_small = num_pieces <= MAX_PIECES and num_exported <= MAX_EXPORTED_NBYTES
     if not is_small or not 0 <= seconds < 1e6:
         raise ProtocolError(
-            f"pull: a request must have at most {MAX_PIECES} pieces and a deadline, got {num_pieces} and {seconds} s"
+            f"pull: a request must have at most {MAX_PIECES} pieces, at most {MAX_EXPORTED_NBYTES} bytes of exports and a "
+            f"deadline in [0, 1e6) s, got {num_pieces}, {num_exported} and {seconds}"
         )
     deadline = Deadline.after(seconds, "pull")
     exported = _receive_exactly(line, num_exported, deadline)

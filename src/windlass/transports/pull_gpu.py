@@ -82,7 +82,7 @@ class GpuReads:
         with ExitStack() as opened:
             if not self.turn.acquire(timeout=deadline.remaining_s):
                 raise TransferFailed(
-                    f"pull: earlier reads of this GPU have not ended within {deadline.seconds:.3g} s"
+                    f"pull: earlier reads by this GPU did not end within {deadline.seconds:.3g} s"
                 )
             opened.callback(self.turn.release)
             device, rows = self.gpu.device, []
@@ -115,6 +115,9 @@ def _decoded(exported: bytes) -> list[_Exported]:
         found = msgspec.msgpack.decode(exported, type=list[_Exported])
     except DECODE_ERRORS as error:
         raise ProtocolError(f"pull: the exported memory cannot be decoded: {error}") from None
-    if any(len(one.handle) != IPC_HANDLE_NBYTES for one in found):
-        raise ProtocolError(f"pull: a handle must have {IPC_HANDLE_NBYTES} bytes")
+    for one in found:
+        if len(one.handle) != IPC_HANDLE_NBYTES:
+            raise ProtocolError(
+                f"pull: handle must have {IPC_HANDLE_NBYTES} bytes, got {len(one.handle)}"
+            )
     return found

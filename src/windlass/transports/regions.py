@@ -110,7 +110,7 @@ def check_batch(table: RegionTable, batch: WriteBatch, transport: str) -> None:
     num_pieces = len(batch.nbytes)
     if len(batch.local_addresses) != num_pieces or len(batch.remote_addresses) != num_pieces:
         raise RegionError(
-            f"write: columns must have the same length, got {len(batch.local_addresses)}, "
+            f"write: local_addresses, remote_addresses and nbytes must have the same length, got {len(batch.local_addresses)}, "
             f"{len(batch.remote_addresses)} and {num_pieces}"
         )
     for region in batch.regions:

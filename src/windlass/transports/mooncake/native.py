@@ -220,7 +220,7 @@ def _installed_version() -> str:
         )
     if len(found) > 1:
         raise TransportUnavailable(
-            f"mooncake: exactly one of its distributions must be installed, got {' and '.join(found)}"
+            f"mooncake: exactly one distribution of Mooncake must be installed, got {' and '.join(found)}"
         )
     match = re.search(r" (\d+)\.(\d+)\.(\d+)(?:\.post(\d+))?", found[0])
     if match is None or tuple(int(part or 0) for part in match.groups()) < _MINIMUM:

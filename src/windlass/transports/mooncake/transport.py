@@ -246,7 +246,9 @@ class MooncakePeer(NetworkPeer):
         if not key:
             return 0
         if len(key) > _MAX_KEY_CHARS or not (key.isascii() and key.isdigit()) or int(key) < _PAGE:
-            raise RegionError(f"mooncake: key must be empty or a step >= {_PAGE}, got {key[:40]!r}")
+            raise RegionError(
+                f"mooncake: key of a region must be empty or a step >= {_PAGE}, got {key[:40]!r}"
+            )
         return int(key)
 
     def confirm(self, regions: Sequence[RemoteRegion], deadline: Deadline) -> None:  # noqa: ARG002
@@ -275,8 +277,8 @@ class MooncakePeer(NetworkPeer):
                 )
             if code == _OTHER_PROCESS:
                 raise PeerUnreachable(
-                    f"{deadline.purpose}: {self.endpoint.address} is another process than "
-                    f"{self.endpoint.incarnation}; nothing was sent"
+                    f"{deadline.purpose}: the process at {self.endpoint.address} must have the incarnation "
+                    f"{self.endpoint.incarnation!r}, got another one; nothing was sent"
                 )
             if not self._answered:
                 break
@@ -476,10 +478,14 @@ class MooncakeTransport(NetworkTransport[MooncakePeer]):
             for engine in self.engines:
                 code = engine.pin(steps)
                 if code != 0:
-                    (address, nbytes), what = spans[0], "is refused"
+                    (address, nbytes), what = spans[0], "is refused by Mooncake"
                     if code == _OVERLAP:
                         what = "overlaps a registered region"
-                    hint = "; over verbs see ulimit -l" if self._is_rdma() else ""
+                    hint = (
+                        "; `ulimit -l` limits the memory that RDMA can use"
+                        if self._is_rdma()
+                        else ""
+                    )
                     raise RegionError(
                         f"register: [{address:#x}, {address + nbytes:#x}) {what} (code {code}){hint}"
                     )

@@ -49,7 +49,7 @@ class MooncakeWindow(MooncakeTransport):
         probe, nbytes = max(spans, key=lambda span: span[1], default=(0, 0))
         if nbytes < TOKEN_NBYTES:
             raise RegionError(
-                f"mooncake: {session} must have registered {TOKEN_NBYTES} bytes or more, got {nbytes}"
+                f"mooncake: the largest region of {session} must have at least {TOKEN_NBYTES} bytes, got {nbytes}"
             )
         super().__init__(config)
         token = secrets.token_hex(TOKEN_NBYTES)

@@ -290,7 +290,7 @@ class NixlPeer(NetworkPeer):
             try:
                 name = self._agent.native.add_remote_agent(key.metadata)
             except self._agent.errors as error:
-                raise RegionError(f"nixl: key of {address}: {error}") from error
+                raise RegionError(f"nixl: NIXL refuses a key of {address}: {error}") from error
             if (name.decode() if isinstance(name, bytes) else name) != self.endpoint.incarnation:
                 raise RegionError(f"nixl: key of {address} belongs to another process")
 
@@ -319,8 +319,7 @@ class NixlPeer(NetworkPeer):
                 break
             self._reconnect(connection, deadline)
         raise PeerUnreachable(
-            f"{deadline.purpose}: no probe write arrived over {CONNECTIONS} connections; nothing of the "
-            "batch was sent"
+            f"{deadline.purpose}: no probe write arrived; nothing of the batch was sent"
         )
 
     def _word_arrives(self, deadline: Deadline) -> bool:
@@ -343,12 +342,12 @@ class NixlPeer(NetworkPeer):
             outcome = self._follow(word, deadline)
             if self.liveness.wait_ended(GRACE_S if outcome is Outcome.FAILED else 0.0):
                 self.refuse_closed(deadline)
-                raise PeerUnreachable(f"{deadline.purpose}: the process has ended")
+                raise PeerUnreachable(f"{deadline.purpose}: the peer's process has ended")
             if outcome is Outcome.PENDING:
                 with self.lock:
                     self._words.append(word)
                 raise PeerUnreachable(
-                    f"{deadline.purpose}: no answer within {deadline.seconds} s; nothing of the "
+                    f"{deadline.purpose}: the peer did not answer within {deadline.seconds} s; nothing of the "
                     "batch was sent"
                 )
         finally:
@@ -484,7 +483,9 @@ class NixlTransport(NetworkTransport[NixlPeer]):
             keys = [self._key_of(one, n) for one, (_, n) in zip(natives, spans, strict=True)]
         except self._agent.errors as error:
             agent.deregister_memory(together)
-            raise RegionError(f"register: {spans[0][0]:#x} has no metadata: {error}") from error
+            raise RegionError(
+                f"register: NIXL returned no metadata of {spans[0][0]:#x}: {error}"
+            ) from error
         self._native.update((span[0], one) for span, one in zip(spans, natives, strict=True))
         return keys
 
@@ -542,8 +543,8 @@ class NixlTransport(NetworkTransport[NixlPeer]):
             return self._agent.native.register_memory(parts, memory_kind(gpu), ["UCX"])
         except self._agent.errors as error:
             raise RegionError(
-                f"register: [{address:#x}, {address + first:#x}) is refused ({error}; UCX: "
-                f"{self._agent.log.complaints() or 'no message'}); over verbs see ulimit -l"
+                f"register: [{address:#x}, {address + first:#x}) is refused by NIXL ({error}; UCX: "
+                f"{self._agent.log.complaints() or 'no message'}); `ulimit -l` limits the memory that RDMA can use"
             ) from error
 
     def _parts(self, spans: Sequence[tuple[int, int]], gpu: int) -> list[tuple[int, int, int, str]]:
