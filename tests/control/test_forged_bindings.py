@@ -192,7 +192,7 @@ async def test_the_memory_of_another_rank_cannot_be_bound(forgery: str) -> None:
 @pytest.mark.parametrize(
     ("misfit", "expected"),
     [
-        ("digest_kind", "this rank hashes by xxh3_128, the destination by position"),
+        ("digest_kind", "got host memory at this rank and a GPU at the destination"),
         ("addresses", "dst_parameter must be < 1"),
         ("regions", "inside the regions"),
     ],

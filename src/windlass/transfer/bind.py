@@ -15,6 +15,9 @@ from windlass.transfer.bindings import BindingsRefused, DestinationBinding
 from windlass.transfer.packer import Peer
 from windlass.transports.regions import check_inside
 
+_PLACES = {DigestKind.XXH3: "host memory", DigestKind.POSITION: "a GPU"}
+"""Digest kind -> place of the weights, for errors."""
+
 
 def check_part(
     manifest: ShardManifest, workers: Sequence[str], digests: Sequence[str], argument: str
@@ -126,8 +129,8 @@ def check_digest_kind(kind: DigestKind, binding: DestinationBinding) -> None:
     """
     if binding.digest_kind is not kind:
         raise PlanError(
-            f"connect: {binding.worker}: weights must be on GPUs at both ends or in host memory at "
-            f"both: this rank hashes by {kind}, the destination by {binding.digest_kind}"
+            f"connect: {binding.worker}: weights must be on GPUs at both ends or in host memory at both, "
+            f"got {_PLACES[kind]} at this rank and {_PLACES[binding.digest_kind]} at the destination"
         )
 
 

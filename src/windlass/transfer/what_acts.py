@@ -80,7 +80,7 @@ def refuse_kept(module: torch.nn.Module, published: Collection[str], keep: Seque
             if pattern := next((p for p in keep if fnmatchcase(name, p)), None):
                 raise PlanError(
                     f"keep: must not match {name!r}, which a trained adapter changes, got {pattern!r}; publish the merged "
-                    "base (a `name_map` that gives it this name, and `merge_adapter()` before `publish`)"
+                    "base: return this name for it in `name_map`, and call `merge_adapter()` before `publish`"
                 )
 
 
