@@ -104,7 +104,7 @@ class Controller:
         """
         if not self._has_port:
             raise ConfigError(
-                "Controller: url is not known before the controller is entered, because port=0"
+                "Controller: url is not known before `async with` begins, because port=0 takes a free port then"
             )
         return self._server.url
 

@@ -46,7 +46,7 @@ def check_token(token: str | None, what: str) -> str:
     if not (token.isascii() and token.isprintable()) or token != token.strip():
         odd = sorted({c for c in token if not (c.isascii() and c.isprintable())}) or [" "]
         raise ConfigError(
-            f"{what} must be printable ASCII with no blank at an end, got {odd} in it"
+            f"{what} must be printable ASCII without blanks at its ends; remove these characters: {odd}"
         )
     return token
 
@@ -119,7 +119,9 @@ def _token_in(path: str) -> str:
                 )
             return file.read().removesuffix("\n")
     except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{TOKEN_FILE_VARIABLE} must be a file of this user: {error}") from error
+        raise ConfigError(
+            f"{TOKEN_FILE_VARIABLE} must be a file that this user can read as text: {error}"
+        ) from error
 
 
 def inherited_environment(*, with_tokens: bool = False) -> dict[str, str]:

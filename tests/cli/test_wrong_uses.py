@@ -279,7 +279,10 @@ async def test_a_rank_publishes_in_one_thread_at_a_time() -> None:
     [
         ("", "token must not be empty, got ''"),
         (None, "token must not be empty, got None"),
-        ("read from a file\n", "printable ASCII with no blank at an end, got .*n'. in it"),
+        (
+            "read from a file\n",
+            "printable ASCII without blanks at its ends; remove these characters: .*n'.$",
+        ),
         ("schl\u00fcssel", "must be printable ASCII"),
     ],
 )

@@ -247,7 +247,7 @@ async def test_incomplete_first_frames_take_limited_memory_and_block_no_other_ag
             refused = messages.CONTROLLER_FRAMES.decode(await greedy[0].receive_bytes())
             assert isinstance(refused, Refused)
             assert not refused.final
-            assert "incomplete first frames must take at most" in refused.message
+            assert "bytes in total; try again" in refused.message
             hello = fake_hello(engine_manifest("engine-a/0", 1), group="engine-a")
             async with http.ws_connect(f"{server.url}/v1/agents") as socket:
                 await send_frame(socket, encode(hello))

@@ -150,7 +150,7 @@ async def test_one_differing_element_is_named_and_nothing_is_published(replica: 
     async with running(modules, replica=replica) as fleet:
         said = await fleet.publish(0)
         assert f"'0.weight' [0:{ROWS}, 0:{COLUMNS}]" in said
-        assert "trainer/0, trainer/2 but not trainer/1" in said
+        assert "trainer/0, trainer/2 versus trainer/1" in said
         assert fleet.is_served(model(-10_000))
         weight[40, 7] -= 1
         assert await fleet.publish(1) == ""
@@ -161,7 +161,7 @@ async def test_one_differing_element_is_named_and_nothing_is_published(replica: 
             if said := await fleet.publish(version):
                 break
         assert "'1.bias' [0:64]" in said
-        assert "trainer/0, trainer/1 but not trainer/2" in said
+        assert "trainer/0, trainer/1 versus trainer/2" in said
 
 
 async def test_later_rounds_compare_a_sample_that_changes(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -201,9 +201,7 @@ async def test_plain_tensors_cut_by_hand_are_not_published_as_replicas() -> None
     before = served.weight.detach().clone()
     async with running(modules, served=served) as fleet:
         said = await fleet.publish(0)
-    assert (
-        f"'weight' [0:{ROWS // 2}, 0:{COLUMNS}] is the same at trainer/0 but not trainer/1" in said
-    )
+    assert f"'weight' [0:{ROWS // 2}, 0:{COLUMNS}] differs: trainer/0 versus trainer/1" in said
     assert torch.equal(served.weight, before)
 
 

@@ -216,7 +216,7 @@ async def check(publisher: Publisher) -> None:
     async def refuse(weight: str, *flipped: str) -> None:
         why = await publisher.publish(*flipped)
         assert f"{weight!r} [0:" in why
-        assert "is the same at trainer/0 but not trainer/1" in why
+        assert "differs: trainer/0 versus trainer/1" in why
         assert publisher.differing == {weight}
 
     # The first update compares everything.
@@ -297,7 +297,7 @@ def test_a_rotation_of_samples_finds_one_differing_bit_in_every_dtype(kind: str)
         for at in (0, len(values) // 2 + 1, len(values) - 1):
             values[at] ^= 0x10
             why = holders.compare()
-            assert f"'{dtype.value}' [0:3, 0:700, 0:101] is the same at trainer/0 but not" in why
+            assert f"'{dtype.value}' [0:3, 0:700, 0:101] differs: trainer/0 versus" in why
             found = [turn for turn in range(period) if holders.compare(turn, period)]
             assert len(found) == 1, (dtype, at)
             values[at] ^= 0x10

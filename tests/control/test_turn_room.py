@@ -49,7 +49,7 @@ def test_weights_must_fit_beside_those_of_the_trainer() -> None:
     found = too_large([trainer(60)], [engine(20), engine(21, worker="b/0")])
     assert found == dict.fromkeys(
         ("a", "b"),
-        "a/0, b/0: the weights need 41 bytes while the weights of trainer/0 have 60 bytes, but the memory of GPU 00112233 has 100 "
+        "a/0, b/0: the weights need 41 bytes and the weights of trainer/0 take 60 bytes, but the memory of GPU 00112233 has 100 "
         "bytes; connect the trainer with replica='host' and free its weights before it publishes",
     )
     assert too_large([trainer(0)], [engine(20), engine(21, worker="b/0")]) == {}
@@ -59,11 +59,11 @@ def test_caches_must_fit_beside_weights_that_the_trainer_keeps() -> None:
     assert too_large([trainer(60)], [engine(40, 60)]) == {}, "the trainer releases its weights"
     (reason,) = too_large([trainer(60, releases=False)], [engine(40, 1)]).values()
     assert reason.startswith(
-        "a/0: weights and caches need 41 bytes while the weights of trainer/0 have 60 bytes,"
+        "a/0: weights and caches need 41 bytes and the weights of trainer/0 take 60 bytes,"
     )
     assert reason.endswith("KV cache, or free the weights in connect_trainer(release=...)")
     (reason,) = too_large([trainer(60)], [engine(40, 61)]).values()
-    assert "need 101 bytes while no trainer rank holds weights" in reason
+    assert "need 101 bytes, but the memory of" in reason
     assert reason.endswith("bytes; give the engine a smaller KV cache")
 
 

@@ -347,7 +347,7 @@ def test_a_rollout_client_may_generate_but_not_pause(engine: Engine) -> None:
     assert len(answer["output_ids"]) == 2
     status, said = engine.status_of("/pause_generation", {}, token)
     assert status == 403
-    assert said == "POST /pause_generation is for owner; the token is of role client"
+    assert said == "POST /pause_generation needs role owner, but this caller has role client"
     assert engine.status_of("/generate", {}, role_token(TOKEN, Access.OBSERVER))[0] == 403
 
 

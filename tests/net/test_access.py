@@ -83,8 +83,8 @@ async def test_a_role_may_call_only_its_own_routes() -> None:
                     assert answer.status == 403, (role, route)
                     said = (await answer.json())["error"]
                 assert said == (
-                    f"{method} {route} is for {', '.join(['owner', *allowed])}; "
-                    f"the token is of role {role}"
+                    f"{method} {route} needs role {' or '.join(['owner', *allowed])}, "
+                    f"but this caller has role {role}"
                 )
 
 
@@ -155,11 +155,13 @@ async def test_client_errors_name_the_refused_role_and_route(
             with BatchClient(controller.url, role_token(SECRET, Access.WORKER)) as batches:
                 batches.next_batch(0, 0, 1, deadline_s=5)
 
-        with pytest.raises(AuthenticationError, match="GET /v1/batches is for owner, trainer"):
+        with pytest.raises(
+            AuthenticationError, match="GET /v1/batches needs role owner or trainer"
+        ):
             await asyncio.to_thread(ask)
         monkeypatch.setenv("WINDLASS_TOKEN", role_token(SECRET, Access.ENGINE))
         assert await asyncio.to_thread(main, ["status", controller.url]) == 2
-        assert "the token is of role engine" in capsys.readouterr().err
+        assert "this caller has role engine" in capsys.readouterr().err
         monkeypatch.setenv("WINDLASS_TOKEN", role_token(SECRET, Access.OBSERVER))
         assert await asyncio.to_thread(main, ["status", controller.url, "--json"]) == 0
 

@@ -69,9 +69,12 @@ def test_a_file_of_another_user_is_refused(file: Path) -> None:
     [
         (b"", "must not be empty"),
         (b"\n", "must not be empty"),
-        (b"two\nlines\n", r"printable ASCII with no blank at an end, got \['\\n'\]"),
-        (b" blank\n", "no blank at an end"),
-        (b"\xff\xfe\n", "must be a file of this user: 'utf-8' codec"),
+        (
+            b"two\nlines\n",
+            r"printable ASCII without blanks at its ends; remove these characters: \['\\n'\]",
+        ),
+        (b" blank\n", "without blanks at its ends"),
+        (b"\xff\xfe\n", "must be a file that this user can read as text: 'utf-8' codec"),
     ],
 )
 def test_a_file_without_a_token_is_refused_and_not_repeated(

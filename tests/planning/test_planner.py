@@ -184,8 +184,8 @@ def test_a_hole_names_tensor_box_and_bytes() -> None:
     with pytest.raises(IncompleteCoverage) as caught:
         plan_transfer(sources, [rank("engine-0", FULL), rank("engine-1", FULL)])
     assert str(caught.value) == (
-        "tensor 'w' of engine-0: box [8:9, 0:64] has no source; 128 of 2048 bytes are uncovered "
-        "in 1 hole(s)"
+        "tensor 'w' of engine-0: no source has box [8:9, 0:64]; 128 of 2048 bytes are missing, "
+        "in 1 separate part"
     )
 
 

@@ -224,7 +224,7 @@ def test_gpus_compare_the_same_bytes(
     view = shard_view(buffer, shard.box, 0, shard.strides_bytes)
     for index in [(0, 0, 0, 0), (2, 2, 5, 9), (1, 1, 3, 7)]:
         view[index] ^= 1 << 20
-        assert "trainer/0 but not trainer/1" in ranks.compare()
+        assert "trainer/0 versus trainer/1" in ranks.compare()
         assert sum(bool(ranks.compare(turn, 5)) for turn in range(5)) == 1
         view[index] ^= 1 << 20
 
@@ -347,13 +347,16 @@ def test_digests_that_cannot_be_compared_are_a_disagreement() -> None:
     ranks = Ranks([hold(f"trainer/{rank}", WHOLE, PLAIN) for rank in range(6)])
     taken = {worker: digests.take(0, 1) for worker, digests in ranks.digests.items()}
     silent = {**taken, "trainer/1": taken["trainer/1"][:0]}
-    assert "held at 6 places, but ranks reported 5" in ranks.found.disagreement(silent)
+    assert (
+        "must report 6 digests of 'weight' [0:3, 0:5, 0:6, 0:10], one for each place that holds this box, got 5"
+        in ranks.found.disagreement(silent)
+    )
     strange = taken["trainer/1"].copy()
     strange["row"] = 7
     assert "are not replicated" in ranks.found.disagreement({**taken, "trainer/1": strange})
     for worker in ("trainer/0", "trainer/5"):
         ranks.memory[worker][0][3] ^= 1
-    assert "trainer/0, trainer/5 but not trainer/1, trainer/2, trainer/3, trainer/4" in (
+    assert "trainer/0, trainer/5 versus trainer/1, trainer/2, trainer/3, trainer/4" in (
         ranks.compare()
     )
 
@@ -375,7 +378,7 @@ def test_two_parameters_of_one_rank_are_compared_and_named(at: tuple[int, int]) 
     said = ranks.compare()
     start, size = at
     assert f"'weight' [{start}:{start + size}]" in said
-    assert "trainer/0 ('first') but not trainer/0 ('second')" in said
+    assert "trainer/0 ('first') versus trainer/0 ('second')" in said
     assert "give each parameter its own checkpoint name" in said
 
 
@@ -385,7 +388,7 @@ def test_a_parameter_that_differs_in_one_of_two_ranks_is_named() -> None:
     ranks.memory["trainer/1"][0][0] ^= 1
     said = ranks.compare()
     same = "trainer/0 ('first'), trainer/0 ('second'), trainer/1 ('second')"
-    assert f"{same} but not trainer/1 ('first')" in said
+    assert f"{same} versus trainer/1 ('first')" in said
 
 
 def test_parameters_with_the_same_memory_may_have_one_name() -> None:

@@ -106,4 +106,4 @@ def test_differing_replicas_of_shards_are_named(outcome: Outcome) -> None:
     assert not any(tensor.any() for tensor in served[DIVERGED].values())
     for reason in said(DIVERGED, folder):
         assert "'2.weight'" in reason
-        assert "trainer/1 but not trainer/3" in reason
+        assert "trainer/1 versus trainer/3" in reason

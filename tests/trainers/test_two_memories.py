@@ -40,7 +40,7 @@ async def test_two_memories_of_one_tensor_are_compared_before_anything_is_sent(
             await controller.wait_for_fleet(num_trainers=1, engines=("a",), deadline_s=300)
             said = await rank.ask(1.0)
             assert "RoundAborted" in said
-            assert "trainer/0 ('halves.0') but not trainer/0 ('lm_head.weight')" in said
+            assert "trainer/0 ('halves.0') versus trainer/0 ('lm_head.weight')" in said
             assert "'lm_head.weight' [0:32, 0:16]" in said
             assert controller.coordinator.fleet.published == -1
             assert await rank.ask(0.0) == ""

@@ -163,7 +163,7 @@ def test_half_stepped_weights_are_refused_by_name_and_not_published(
         assert reason in state["met"]["publish"]
         if row.unsynced:
             assert ".weight" in state["met"]["publish"]
-            assert "trainer/0 but not trainer/1" in state["met"]["publish"]
+            assert "trainer/0 versus trainer/1" in state["met"]["publish"]
 
 
 @pytest.mark.parametrize("row", WHOLE, ids=str)

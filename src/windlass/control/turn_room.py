@@ -47,7 +47,7 @@ def _shortage(engines: list[Hello], trainers: list[Hello]) -> str:
     held = sum(rank.room.weights_nbytes for rank in trainers)
     if weights + held > room.nbytes:
         return (
-            f"{names}: the weights need {weights} bytes while {_holding(trainers, held)}, but {where} has {room.nbytes} "
+            f"{names}: the weights need {weights} bytes{_beside(trainers, held)}, but {where} has {room.nbytes} "
             "bytes; connect the trainer with replica='host' and free its weights before it publishes"
         )
     kept = [rank for rank in trainers if not rank.releases]
@@ -58,16 +58,12 @@ def _shortage(engines: list[Hello], trainers: list[Hello]) -> str:
             ", or free the weights in connect_trainer(release=...)" if held else ""
         )
         return (
-            f"{names}: weights and caches need {needed} bytes while {_holding(kept, held)}, but {where} has {room.nbytes} "
+            f"{names}: weights and caches need {needed} bytes{_beside(kept, held)}, but {where} has {room.nbytes} "
             f"bytes; {advice}"
         )
     return ""
 
 
-def _holding(trainers: list[Hello], nbytes: int) -> str:
+def _beside(trainers: list[Hello], nbytes: int) -> str:
     names = [rank.worker for rank in trainers if rank.room.weights_nbytes]
-    return (
-        f"the weights of {listed(names)} have {nbytes} bytes"
-        if names
-        else "no trainer rank holds weights"
-    )
+    return f" and the weights of {listed(names)} take {nbytes} bytes" if names else ""

@@ -170,4 +170,4 @@ def refusal_of(role: Access, method: str, route: str, allowed: Collection[Access
     roles = (Access.OWNER, *allowed)
     if role in roles:
         return ""
-    return f"{method} {route} is for {', '.join(roles)}; the token is of role {role}"
+    return f"{method} {route} needs role {' or '.join(roles)}, but this caller has role {role}"

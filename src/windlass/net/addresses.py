@@ -194,7 +194,7 @@ def address_towards(url: str) -> str:
         return _source_towards(parts.hostname or "", parts.port or 80)
     except OSError as error:
         raise PeerUnreachable(
-            f"no address of this host leads to {url}: {error}; {HOST_VARIABLE} sets one"
+            f"no route to {url}: {error}; set {HOST_VARIABLE} to the address of this host that peers connect to"
         ) from error
 
 
@@ -209,7 +209,7 @@ def is_this_host(url: str) -> bool:
     try:
         found = socket.getaddrinfo(parts.hostname, parts.port or 80, type=socket.SOCK_DGRAM)
     except OSError as error:
-        raise PeerUnreachable(f"host of {url}: {error}") from error
+        raise PeerUnreachable(f"the host name in {url} cannot be resolved: {error}") from error
     return found[0][4][0] == address_towards(url)
 
 

@@ -44,7 +44,8 @@ class ReplyStore(Generic[ResultT]):
             return self._replies[call_id]
         if round_id < self.newest or round_id <= self._void:
             raise StaleMessage(
-                f"epoch {epoch} round {round_number} has passed; the newest is {self.newest}"
+                f"epoch {epoch} round {round_number} has passed, so this call is refused; the newest call was of "
+                f"epoch {self.newest[0]} round {self.newest[1]}"
             )
         if round_id > self.newest:
             with self._lock:

@@ -346,7 +346,7 @@ class Client(Callee[CommandT, ResultT], Closing, Generic[CommandT, ResultT, Fram
                 if message.type is aiohttp.WSMsgType.ERROR:
                     raise PeerUnreachable(f"connection broke: {message.data}")
                 if message.type is not aiohttp.WSMsgType.BINARY:
-                    raise ProtocolError(f"{self._url}: sent a frame that is not binary")
+                    raise ProtocolError(f"{self._url} sent a frame that is not binary")
                 await self._on_frame(socket, parts, message.data)
         raise PeerUnreachable(f"connection closed with code {socket.close_code}")
 

@@ -18,6 +18,7 @@ from windlass.net.messages import Codec, Garbled, MustWait, OwnerClosed, Refused
 from windlass.net.rpc import Session
 from windlass.net.server import FIRST_FRAMES, OPEN_SOCKETS
 from windlass.net.sockets import MAX_PART_NBYTES, PartJoiner, close_socket, send_frame
+from windlass.wording import counted
 
 _log = logging.getLogger(__name__)
 
@@ -178,8 +179,8 @@ async def _first_frame(
                 share = MAX_WAITING_NBYTES // len(waiting)
                 if parts.nbytes > share and sum(p.nbytes for p in waiting) > MAX_WAITING_NBYTES:
                     raise MustWait(
-                        f"incomplete first frames must take at most {MAX_WAITING_NBYTES} bytes, got "
-                        f"more from {len(waiting)} connections; try again"
+                        f"the incomplete first frames of {counted(len(waiting), 'connection')} exceed "
+                        f"{MAX_WAITING_NBYTES} bytes in total; try again"
                     )
     except TimeoutError as error:
         raise Garbled(

@@ -15,6 +15,7 @@ from windlass.layout.manifest import MAX_DIMS, ShardManifest
 from windlass.planning.intersect import Atoms, box_of
 from windlass.planning.plan import ITEMSIZES
 from windlass.planning.rows import RowTable, TensorNames
+from windlass.wording import counted
 
 
 def find_hole(atoms: Atoms, box: Box) -> tuple[Box, ...]:
@@ -55,9 +56,8 @@ def refuse_hole(
     first = Box(holes[0].offsets[lead:], holes[0].sizes[lead:])
     missing = sum(hole.numel for hole in holes) * itemsize
     raise IncompleteCoverage(
-        f"tensor {names.names[name]!r} of {destinations[int(dst.rank[row])].worker}: box {first} "
-        f"has no source; {missing} of {box.numel * itemsize} bytes are uncovered in "
-        f"{len(holes)} hole(s)"
+        f"tensor {names.names[name]!r} of {destinations[int(dst.rank[row])].worker}: no source has box {first}; "
+        f"{missing} of {box.numel * itemsize} bytes are missing, in {counted(len(holes), 'separate part')}"
     )
 
 

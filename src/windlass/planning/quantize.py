@@ -82,11 +82,11 @@ def refuse_casts(
     for bad, rule in (
         (
             plain & (have != want) & _FLOAT8[want],
-            "must be declared quantised with its scales at the destination",
+            "a float8 destination must be declared quantised, with its scales",
         ),
         (
             ~plain & ~_QUANTIZABLE[have],
-            f"must be {' or '.join(_SOURCES)} at the source to be quantised",
+            f"a source that is quantised must be {' or '.join(_SOURCES)}",
         ),
         (plain & ~_IS_CAST[have, want], CAST_RULE),
     ):

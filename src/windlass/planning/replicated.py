@@ -206,8 +206,8 @@ class Replicated:
         if (odd := np.flatnonzero((num_reports > 0) & (num_reports != self.num_places))).size:
             box = int(odd[0])
             return (
-                f"{self._describe(box)} is held at {self.num_places[box]} places, but ranks reported "
-                f"{num_reports[box]} digests of it"
+                f"ranks must report {self.num_places[box]} digests of {self._describe(box)}, one for "
+                f"each place that holds this box, got {num_reports[box]}"
             )
         order = np.lexsort((rank, table["b"], table["a"], table["kind"], boxes))
         table, rank, boxes = table[order], rank[order], boxes[order]
@@ -224,18 +224,18 @@ class Replicated:
             key = int(digest["kind"]), int(digest["a"]), int(digest["b"])
             place = self._place(workers[int(index)], int(digest["row"]))
             groups.setdefault(key, []).append(place)
-        sides = " but not ".join(listed(names, NAMED_RANKS) for names in sorted(groups.values()))
+        sides = " versus ".join(listed(names, NAMED_RANKS) for names in sorted(groups.values()))
         names = {self.names[int(index)] for index in bad}
         more = f" (and {len(bad) - 1} more boxes, of {len(names)} tensors)" if len(bad) > 1 else ""
         if is_in_one_rank:
             return (
-                "parameters of one rank that hold the same box must hold the same bytes: "
-                f"{self._describe(box)} is the same at {sides}{more}; give each parameter its own checkpoint name, "
+                "parameters of one rank that hold the same box must hold the same bytes, but "
+                f"{self._describe(box)} differs: {sides}{more}; give each parameter its own checkpoint name, "
                 "leave all but one of them out, or tie them"
             )
         return (
-            f"ranks that hold the same box must hold the same bytes: {self._describe(box)} is the same "
-            f"at {sides}{more}; usual causes: a step that is not gathered or reduced on all ranks, or "
+            f"ranks that hold the same box must hold the same bytes, but {self._describe(box)} differs: "
+            f"{sides}{more}; usual causes are a step that is not gathered or reduced on all ranks, or "
             "different pieces that are described as replicas"
         )
 

@@ -254,7 +254,7 @@ def _refuse_missing(manifests: Sequence[ShardManifest], names: TensorNames) -> N
     advice = renaming({name: shapes[name] for name in missing}, there, matched)
     if not there:
         advice = (
-            "; publish these tensors too. If training (also of adapters) does not change the tensors, and engines should "
+            "; publish these tensors too. If no training step and no adapter changes the tensors, and engines should "
             "keep their current values, pass this to the trainer: "
             f"keep={as_argument(sorted(missing))}"
         )
