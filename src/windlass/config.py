@@ -377,7 +377,9 @@ class ControlConfig(msgspec.Struct, frozen=True, kw_only=True):
             },
         )
         if not all(isinstance(each, RouterConfig) for each in self.routers):
-            raise ConfigError(f"ControlConfig: routers must be RouterConfig, got {self.routers!r}")
+            raise ConfigError(
+                f"ControlConfig: routers must contain only RouterConfig, got {self.routers!r}"
+            )
         if not isinstance(self.backend, UpdateBackend):
             raise ConfigError(
                 "ControlConfig: backend must be a P2pBackend, XcclBackend, DiskBackend or "

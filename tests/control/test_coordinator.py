@@ -165,7 +165,8 @@ async def test_a_newcomer_gets_no_traffic_before_it_has_the_published_version() 
         served = rig.coordinator.members.wait_for_version
         await served(0, engines=("a",), deadline_s=5)
         with pytest.raises(
-            PeerTimeout, match=r"published version is 0, engines that do not serve it: b$"
+            PeerTimeout,
+            match=r"published version is 0, and of the named engines these do not serve it: b$",
         ):
             await served(0, engines=("a", "b"), deadline_s=0.05)
         waiting = asyncio.create_task(served(0, engines=("a", "b"), deadline_s=20))
@@ -206,7 +207,7 @@ async def test_a_round_without_engines_fails_by_its_deadline_with_the_reason() -
         await rig.start({})
         report = await rig.publish(0)
         assert report.outcome is RoundOutcome.FAILED
-        assert "needs 1 engine, 0 were connected" in report.reason
+        assert "1 engine must be ready within 0.2 s, got 0" in report.reason
 
 
 async def test_an_engine_of_another_model_is_refused_and_the_others_publish() -> None:
@@ -345,7 +346,7 @@ def hello_of(group: str, **changes: object) -> Hello:
         ([encode(Announce(1, 1))], "first frame must be Hello"),
         ([encode(hello_of("x")), b"\x00"], "agent frame"),
         ([encode(hello_of("x")), "text"], "frames must be binary"),
-        ([encode(hello_of("x")), encode(hello_of("x"))], "only once"),
+        ([encode(hello_of("x")), encode(hello_of("x"))], "Hello may only be the first frame"),
         ([encode(hello_of("x")), encode(Announce(1, 1))], "only a trainer"),
         ([encode(hello_of("x")).replace(b"manifest", b"manyfest")], "agent frame"),
     ],
@@ -375,7 +376,7 @@ async def test_an_oversized_message_closes_only_its_own_connection() -> None:
         ({"protocol_version": 99}, f"protocol_version must be {PROTOCOL_VERSION}, got 99"),
         ({"worker": "x/5", "rank": 5}, "rank must be in"),
         ({"worker": "b/0", "group": "b"}, "got the manifest of engine x/0"),
-        ({"group": "a"}, "worker must be group/rank, 'a/0'"),
+        ({"group": "a"}, "worker must be its group and rank, 'a/0'"),
         (
             {"worker": "x/0\n"},
             "worker must be 1 to 255 bytes of printable characters, got 'x/0\\\\n'",
@@ -604,11 +605,11 @@ async def test_a_late_write_with_unknown_outcome_quarantines_its_engine() -> Non
         assert (await rig.publish(0)).outcome is RoundOutcome.ABORTED
         gate.open.set()
         report = await rig.publish(1)
-        assert "needs 1 engine, 0 were connected" in report.reason
+        assert "1 engine must be ready within 0.5 s, got 0" in report.reason
         # A new connection of the same process stays quarantined. A new process does not.
         await asyncio.to_thread(rig.channels["a/0"].close)
         await rig.add_engine("a")
-        assert "needs 1 engine" in (await rig.publish(2)).reason
+        assert "1 engine must be ready" in (await rig.publish(2)).reason
         await asyncio.to_thread(rig.channels["a/0"].close)
         await rig.add_engine("a", incarnation="second")
         assert (await rig.publish(3)).outcome is RoundOutcome.PUBLISHED
@@ -663,7 +664,7 @@ async def test_a_trainer_replaced_after_its_announcement_writes_nothing() -> Non
         await rig.add_engine("a")
         report = await first
         assert report.outcome is RoundOutcome.FAILED
-        assert "came or went" in report.reason
+        assert "changed after they announced" in report.reason
         assert (await rig.publish(0)).outcome is RoundOutcome.PUBLISHED
 
 
@@ -1097,7 +1098,7 @@ async def test_publish_names_the_trainer_ranks_that_it_waits_for(
         with pytest.raises(PeerTimeout) as raised:
             await rig.announce("trainer/0", 0, deadline_s=0.3)
         assert str(raised.value) == (
-            f"publish: no report of version 0 arrived within 0.3 s: it waited for {missing}"
+            f"publish: no report of version 0 arrived within 0.3 s: the update waited for {missing}"
         )
         assert f"publish waits for {missing}" in caplog.text
         # The controller has discarded the announcement.

@@ -183,7 +183,9 @@ async def test_the_memory_of_another_rank_cannot_be_bound(forgery: str) -> None:
         told = await publish_beside(evil, controller, fleet)
         own.close()
         expected = (
-            "got an endpoint of another agent" if forgery == "Hello" else "must bind only memory of"
+            "must not offer an endpoint of another agent"
+            if forgery == "Hello"
+            else "must bind memory only at endpoints"
         )
         assert [reason for reason in told if expected in reason]
         assert await bystander.ask(True)

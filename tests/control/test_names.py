@@ -49,7 +49,9 @@ async def test_an_engine_with_the_trainers_name_is_refused_without_trainers() ->
         async with asyncio.timeout(WITHIN_S):
             while status_of(rig.coordinator)["trainers"]:  # noqa: ASYNC110 - asks for no more than that
                 await asyncio.sleep(0.01)
-        with pytest.raises(ProtocolError, match="'trainer' is the name of the trainers' group"):
+        with pytest.raises(
+            ProtocolError, match="must not be 'trainer', the name of the trainers' group"
+        ):
             await rig.connect(squatter(), FakeEngineRank("trainer/0", 2), token=ENGINE_TOKEN)
         for index in range(rig.num_trainers):
             await rig.add_trainer(index, incarnation="second", job="second")

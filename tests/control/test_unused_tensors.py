@@ -84,7 +84,10 @@ async def published(
 @pytest.mark.parametrize(
     ("extra", "says"),
     [
-        ("model.layers.1.mlp.weight", "got 'model.layers.1.mlp.weight' that no engine takes"),
+        (
+            "model.layers.1.mlp.weight",
+            "no engine takes 'model.layers.1.mlp.weight', and no pattern",
+        ),
         (
             "model.layers.0.mlp.bias",
             r"pass this to the trainer: allow_unused=\('model.layers.0.mlp.bias',\)",
@@ -108,8 +111,11 @@ async def test_patterns_advised_by_the_refusal_allow_the_update(
     module = tree((*SERVED, "value_head.weight", "model.layers.1.a", "model.layers.2.a"))
     report = await published(module, allow_unused=("model.layers.*.a", "value_head.weight"))
     assert report.unused == {"model.layers.*.a": 2, "value_head.weight": 1}
-    (line,) = [r.getMessage() for r in caplog.records if "no engine has" in r.getMessage()]
-    assert line == "no engine has 2 of 'model.layers.*.a', 'value_head.weight' of the trainers"
+    (line,) = [r.getMessage() for r in caplog.records if "no engine takes" in r.getMessage()]
+    assert (
+        line
+        == "no engine takes these trainer tensors: 2 of 'model.layers.*.a', 'value_head.weight'"
+    )
 
 
 @pytest.mark.parametrize(

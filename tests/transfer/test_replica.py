@@ -307,7 +307,7 @@ async def test_publish_with_a_copy_needs_a_replica() -> None:
     def other_backend(url: str) -> None:
         memory = Memory(0, 1)
         memory.refill(0)
-        refused = pytest.raises(RoundAborted, match="XcclBackend reads parameters in place")
+        refused = pytest.raises(RoundAborted, match="XcclBackend sends from the parameters")
         engine, _ = connect_engine(url)
         with engine, connect(url, memory, go) as trainer, refused:
             trainer.publish(0, deadline_s=30, wait=False, copy=True)

@@ -167,7 +167,7 @@ class OwnPathBackend(Backend):
 
     def refuse_replica(self) -> str:
         """Return the reason why senders of this backend use no replica: they read the parameters themselves."""
-        return "reads parameters in place; use p2p"
+        return "sends from the parameters themselves and cannot use a replica; use p2p"
 
     def addresses(self, sessions: Mapping[str, AgentSession]) -> LinkAddresses:
         """Return addresses without transports, because the backend moves the bytes itself."""

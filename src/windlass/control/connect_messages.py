@@ -153,8 +153,8 @@ def job_of(given: str, world_size: int) -> str:
     job = given or environment_value(JOB_VARIABLE)
     if not job and world_size > 1:
         raise ConfigError(
-            f"job: must be given, or {JOB_VARIABLE} must be set: one value for all {world_size} ranks of "
-            "this start of the trainers, and another value for every other start"
+            f"job: must not be empty for {world_size} trainer ranks; pass `job` or set {JOB_VARIABLE}, with one value "
+            "for all ranks and a new value whenever the trainers start again"
         )
     return job or secrets.token_hex(8)
 

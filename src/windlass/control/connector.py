@@ -95,7 +95,7 @@ class Connector:
             lambda: there() >= needed,
             deadline_s,
             lambda: (
-                f"publish: needs {counted(needed, 'engine')}, {there()} were connected after {deadline_s} s"
+                f"publish: at least {counted(needed, 'engine')} must be ready within {deadline_s} s, got {there()}"
                 + "".join(f"; {name} was refused: {why}" for name, why in self._members.refused())
             ),
         )
@@ -221,7 +221,7 @@ class Connector:
         if sources.role is Role.TRAINER:
             self._stays = binding.stays
             if binding.unused and (known, unused) != (sources.identities, binding.unused):
-                _log.warning("no engine has %s of the trainers", said(binding.unused))
+                _log.warning("no engine takes these trainer tensors: %s", said(binding.unused))
             self._unused = sources.identities, binding.unused
         return binding
 

@@ -174,7 +174,9 @@ class Coordinator:
         missing = self._missing.text()
         given_up = self.requests.give_up(session.peer, frame.attempt)
         if given_up is not None:
-            report = failed_report(given_up.version, f"it waited for {missing}" if missing else "")
+            report = failed_report(
+                given_up.version, f"the update waited for {missing}" if missing else ""
+            )
             report = msgspec.structs.replace(report, attempt=frame.attempt)
             self.tasks.spawn(self.members.report_to(session.agent.identity, report))
 
@@ -272,7 +274,9 @@ class Coordinator:
             # would be refused for the same reason.
             if not self.connector.drop_if_spent(report) or has_ended or report.unchanged:
                 return report
-            _log.warning("version %s: the fleet is bound again: %s", version, report.reason)
+            _log.warning(
+                "version %s: the next attempt binds the fleet again: %s", version, report.reason
+            )
             report = await self._attempt(announced, version, copied)
         self.connector.drop_if_spent(report)
         return report
@@ -285,7 +289,7 @@ class Coordinator:
         For arguments see `_publish`.
 
         Raises:
-            RoundAborted: trainer ranks came or went since the announcements, or the journal cannot be written.
+            RoundAborted: trainer ranks changed after the announcements, or the journal cannot be written.
             WindlassError: too few engines are connected, or the fleet cannot be bound.
         """
         binding = await self.connector.until_enough()

@@ -145,7 +145,7 @@ class RoundDriver:
                         self._enter(instruction.phase, instruction.entry)
                     except OSError as error:
                         # Drop the remaining instructions, because they belong to the phase that did not begin.
-                        reason = f"phase {instruction.phase} cannot be recorded: {error}"
+                        reason = f"the journal cannot record phase {instruction.phase}: {error}"
                         blocked = partial(self.machine.handle, GiveUp(reason, is_blocked=True))
                         return await self._carry_out(self._next(blocked))
                 case Send():

@@ -254,7 +254,7 @@ class EngineAgent:
         return Done(not_resumed=self._not_resumed)
 
     def _connect(self, command: ConnectEngine) -> Bound:
-        """Wait for late bytes, bind the rank's part of a plan with the command's backend, and return the addresses.
+        """Wait for late bytes of earlier writes, bind the rank's part of a plan with the command's backend, and return the addresses.
 
         Store the mode of the update and the digests of the tensors that the engine keeps. If the backend differs from the
         present backend, close the present receiver first.
@@ -263,7 +263,8 @@ class EngineAgent:
         self._fence()
         if command.kept and self._is_empty:
             raise ProtocolError(
-                f"keep: must be empty for an engine that sleeps, got {said(command.kept)}, which the engine has lost"
+                f"keep: an engine that sleeps has lost its weights and cannot keep {said(command.kept)}; "
+                "publish these tensors too"
             )
         self._kept.bind(command.kept)
         self._choose(command.backend)

@@ -128,7 +128,7 @@ class EngineChannel(AgentChannel):
                 # A WindlassError, for example of an engine that sleeps, is no bug, so log no
                 # traceback.
                 _log.warning(
-                    "after the connection was lost: %s",
+                    "after the connection to the controller was lost: %s",
                     error,
                     exc_info=not isinstance(error, WindlassError),
                 )

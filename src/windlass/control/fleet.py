@@ -331,16 +331,14 @@ class Fleet:
             )
         if hello.role is Role.ENGINE and hello.group == self._trainer_group:
             raise ProtocolError(
-                f"{hello.worker}: {hello.group!r} is the name of the trainers' group"
+                f"{hello.worker}: group must not be {hello.group!r}, the name of the trainers' group"
             )
         if self.find(hello.worker) is not None:
             raise MustWait(
                 f"worker name {hello.worker!r} belongs to an agent that is still connected"
             )
         if any(offer.endpoint in self._endpoints for offer in hello.offers):
-            raise ProtocolError(
-                f"{hello.worker}: must have its own endpoints, got an endpoint of another agent"
-            )
+            raise ProtocolError(f"{hello.worker}: must not offer an endpoint of another agent")
         return self._insert(hello, manifest)
 
     @staticmethod
@@ -365,13 +363,13 @@ class Fleet:
         names = [offer.transport for offer in hello.offers]
         if not names or len(set(names)) < len(names):
             raise ProtocolError(
-                f"{hello.worker}: must offer at least one transport, and each once, got {names}"
+                f"{hello.worker}: must offer at least one transport, and no transport twice, got {names}"
             )
         for offer in hello.offers:
             if offer.wire.transport != offer.transport:
                 raise ProtocolError(
-                    f"{hello.worker}: endpoint must be of transport {offer.wire.transport!r}, "
-                    f"got {offer.transport!r}"
+                    f"{hello.worker}: the offer of transport {offer.transport!r} must have an endpoint of this "
+                    f"transport, got an endpoint of {offer.wire.transport!r}"
                 )
         return manifest
 

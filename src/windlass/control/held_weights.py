@@ -167,8 +167,8 @@ class HeldWeights:
         if replica is not None and replica.is_taken(command.version):
             if self._digested is None or self._digested[0] != command:
                 raise RoundAborted(
-                    "prepare: this round must compare weights that were copied before and may have changed "
-                    "since: publish again"
+                    "prepare: this rank has no digests for this round's comparison, and its weights may have "
+                    "changed since they were copied; publish again"
                 )
         else:
             digested = self._replicated.take(command.turn, command.period)
@@ -192,8 +192,9 @@ class HeldWeights:
         self._non_finite = self._finite.find(everywhere=is_refused)
         if self._non_finite and is_refused:
             raise RoundAborted(
-                f"version {command.version}: {said(self._non_finite)} of this rank contain NaN or infinity; step with "
-                "finite gradients; ControlConfig(non_finite='warn') publishes them and logs a warning"
+                f"version {command.version}: {said(self._non_finite)} of this rank contain NaN or infinity; skip "
+                "optimizer steps whose gradients are not finite, or publish in any case with "
+                "ControlConfig(non_finite='warn')"
             )
 
     def checked(self, sent: Written) -> Written:
@@ -231,5 +232,5 @@ class HeldWeights:
 def _too_early(name: str) -> str:
     return (
         f"parameter {name!r} changed while its version was published; step the optimizer and unmerge adapters only "
-        "after the update has ended, or publish with `copy=True` (`replica='auto'`)"
+        "after the update has ended, or connect with replica='auto' and publish with copy=True"
     )

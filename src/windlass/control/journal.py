@@ -226,7 +226,7 @@ class Journal:
         try:
             file.rewrite(self._entries())
         except OSError as error:
-            _log.warning("journal %s is not compacted: %s", file.path, error)
+            _log.warning("journal %s could not be shortened: %s", file.path, error)
 
     def close(self) -> None:
         """Close the file, if there is one. Later calls of `append` record entries only in memory. Idempotent."""

@@ -106,7 +106,7 @@ class LinkTransports(LinkAddresses):
     ) -> dict[str, str]:
         """Return rank -> reason for each engine rank that has bound memory of an endpoint that it has not offered."""
         return {
-            worker: f"{worker}: must bind only memory of endpoints that it offered itself"
+            worker: f"{worker}: must bind memory only at endpoints that this rank has offered"
             for worker, binding in bindings.items()
             if not self.owns(worker, binding)
         }

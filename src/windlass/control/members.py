@@ -140,7 +140,7 @@ class Members:
             there,
             deadline_s,
             lambda: (
-                f"wait_for_fleet: missing after {deadline_s} s: {', '.join(missing().values())}"
+                f"wait_for_fleet: not connected after {deadline_s} s: {', '.join(missing().values())}"
             ),
         )
 
@@ -170,8 +170,8 @@ class Members:
             served,
             deadline_s,
             lambda: (
-                f"wait_for_version: version {version} was not published and served within {deadline_s} s; the "
-                f"published version is {fleet.published}, engines that do not serve it: "
+                f"wait_for_version: version {version} must be published and served within {deadline_s} s; the "
+                f"published version is {fleet.published}, and of the named engines these do not serve it: "
                 f"{', '.join(behind()) or 'none'}"
             ),
         )
@@ -286,7 +286,7 @@ class Members:
         """Disconnect an engine that has the name of a new trainer rank's group, so that the trainers get this name."""
         group = self._fleet.group_of(hello.group)
         if group is not None and group.role is Role.ENGINE:
-            reason = f"{group.name!r} is the name of the trainers' group"
+            reason = f"group must not be {group.name!r}, the name of the trainers' group"
             _log.warning("%s: %s", ", ".join(group.workers), reason)
             await self._send_away(group.workers, reason)
 
@@ -354,7 +354,9 @@ class Members:
             case Withdraw():
                 self._events.gave_up(session, frame)
             case Hello() | CannotJoin():
-                raise Garbled(f"{session.peer}: Hello may be sent only once")
+                raise Garbled(
+                    f"{session.peer}: {type(frame).__name__} may only be the first frame of a connection"
+                )
 
     def _on_reply(self, session: AgentSession, reply: Reply[Result]) -> None:
         """Give an agent's answer to the call that waits for it, to the running round, and to the fleet.
@@ -382,7 +384,7 @@ class Members:
         try:
             await session.send(report)
         except PeerUnreachable as error:
-            _log.warning("report of version %s: %s", report.version, error)
+            _log.warning("the report of version %s was not sent: %s", report.version, error)
 
     async def probe_held(self) -> None:
         """Send a probe to every connected source that has not answered a write.
@@ -503,7 +505,7 @@ def check_first(first: AgentFrame) -> Hello | CannotJoin:
             check_name(first.worker, "worker")
             if first.worker != f"{first.group}/{first.rank}":
                 raise ProtocolError(
-                    f"{first.worker}: worker must be group/rank, '{first.group}/{first.rank}'"
+                    f"{first.worker}: worker must be its group and rank, '{first.group}/{first.rank}'"
                 )
             check_name(first.incarnation, f"{first.worker}: incarnation")
             for what, name in (
@@ -519,7 +521,9 @@ def check_first(first: AgentFrame) -> Hello | CannotJoin:
                 )
             _check_role(first.worker, first.role)
         case _:
-            raise ProtocolError(f"the first frame must be Hello, got {type(first).__name__}")
+            raise ProtocolError(
+                f"the first frame must be Hello or CannotJoin, got {type(first).__name__}"
+            )
     return first
 
 

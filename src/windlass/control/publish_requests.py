@@ -21,7 +21,7 @@ from windlass.control.connect_messages import Identity
 from windlass.control.fleet import Fleet
 from windlass.control.report import UpdateReport
 from windlass.errors import RoundAborted
-from windlass.wording import listed
+from windlass.wording import counted, listed
 
 _log = logging.getLogger(__name__)
 
@@ -79,12 +79,14 @@ def check_same_ranks(announced: Collection[PendingPublish], binding: Binding) ->
     """
     moved = {rank.trainer for rank in announced} - binding.signature
     if moved:
-        changed = f"{sorted(name for name, _ in moved)} announced and then left or connected again"
+        changed = f"{listed(sorted(name for name, _ in moved))} left or connected again"
     elif len(announced) != len(binding.trainers):
-        changed = f"{len(announced)} announced, {len(binding.trainers)} are connected"
+        changed = f"{counted(len(announced), 'rank')} announced, and the job has {len(binding.trainers)} now"
     else:
         return
-    raise RoundAborted(f"trainer ranks came or went since they announced: {changed}")
+    raise RoundAborted(
+        f"the trainer ranks changed after they announced the version: {changed}; publish again"
+    )
 
 
 async def until_connected(

@@ -313,9 +313,11 @@ class CatchUps:
         delay_s = BACKOFF.after(num_failed)
         attempts.due_s = asyncio.get_running_loop().time() + delay_s
         if num_failed >= MAX_ATTEMPTS:
-            _log.warning("%s will not catch up before the next version: %s", name, reason)
+            _log.warning(
+                "catch-up of %s failed, no further attempt for this version: %s", name, reason
+            )
             return
-        _log.warning("%s did not catch up, again in %g s: %s", name, delay_s, reason)
+        _log.warning("catch-up of %s failed, next attempt in %g s: %s", name, delay_s, reason)
         if (waiting := self._waiting.get(name)) is not None:
             # This task waits to repeat an attempt for an earlier version.
             waiting.cancel()
@@ -336,7 +338,7 @@ class CatchUps:
         agent = self._fleet.find(identity[0])
         away = agent is None or agent.identity != identity
         if away and self._fleet.release(identity):
-            _log.info("%s did not connect again: its writes have ended", identity[0])
+            _log.info("%s did not connect again, so its writes count as ended", identity[0])
             self.bring_up_soon()
 
 

@@ -117,7 +117,7 @@ class RoundRunner:
         try:
             self._run.record(JournalKind.ROUND_BEGAN, spec.version, tuple(binding.engines))
         except OSError as error:
-            raise RoundAborted(f"the round cannot be recorded: {error}") from error
+            raise RoundAborted(f"the journal cannot record the round: {error}") from error
 
         def on_phase(phase: Phase) -> None:
             if phase is Phase.WRITE and in_write is not None:

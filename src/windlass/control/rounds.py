@@ -334,7 +334,7 @@ class RoundMachine:
             case _ if (found := self._delivery.answered(worker, command, result)) is not None:
                 self._on_findings(worker, found)
             case _:
-                text = f"answered {type(command).__name__} with {type(result).__name__}"
+                text = f"unexpected answer {type(result).__name__} to {type(command).__name__}"
                 self._on_failure(worker, command, Failure(FailureKind.FAILED, text))
 
     def _on_failure(self, worker: str, command: Command, failure: Failure) -> None:
@@ -539,9 +539,9 @@ class RoundMachine:
         self._digest_ok = False
         pairs = [(source, name) for source, names in sorted(missing.items()) for name in names]
         links, error = ", ".join(f"{s} -> {d}" for s, d in pairs), self._links.why(pairs)
-        why = f"{', '.join(sorted(gone))} has disconnected" if gone else "after every rewrite"
+        why = f"{', '.join(sorted(gone))} has disconnected" if gone else "no rewrite is left"
         reason = ": ".join(
-            filter(None, (f"links failed or had wrong digests, {why}", links, error))
+            filter(None, (f"links failed or had wrong digests, and {why}", links, error))
         )
         incomplete = {self.engines.of[d] for names in missing.values() for d in names}
         if self._config.mode is UpdateMode.STAGED and len(incomplete) == len(self.engines.active):

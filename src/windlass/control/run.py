@@ -59,7 +59,7 @@ class Run:
         """Return the reason why a version must not be published; empty if it may be published."""
         newest = max(self.fleet.published, self.reserved)
         if version <= newest:
-            return f"stale version: it must be > {newest}, which was or may have been published"
+            return f"stale version {version}: must be > {newest}, the newest version that is or may be published"
         return "" if version <= MAX_COUNT else f"version must be < 2^53, got {version}"
 
     # --- reports of agents -------------------------------------------------------------------
@@ -88,8 +88,8 @@ class Run:
         ours = hello.lineage in {"", self.lineage}
         if hello.role is Role.TRAINER and not ours and self.journal.is_kept:
             raise ProtocolError(
-                f"{hello.worker}: has trained for run {hello.lineage}, but the journal of this "
-                f"controller belongs to run {self.lineage}: start the trainers again, or start the "
+                f"{hello.worker} has trained for run {hello.lineage}, but the journal of this "
+                f"controller belongs to run {self.lineage}; start the trainers again, or start the "
                 "controller with the journal of their run"
             )
 

@@ -18,9 +18,9 @@ _log = logging.getLogger(__name__)
 def unchanged_reason(version: int) -> str:
     """Return the text of a warning or an error about a version whose bytes all equal the previous version's."""
     return (
-        f"version {version} changes nothing: every byte equals the previous version; does the optimizer step these "
-        "parameters (not a copy of them, nor a frozen base under adapters), are adapters merged before the update, "
-        "and is the learning rate large enough that steps are not lost by rounding to the weights' dtype?"
+        f"version {version} changes nothing: its bytes equal the bytes of the previous version; check that the "
+        "optimizer steps the published parameters (not a copy, not a frozen base under adapters), that adapters are "
+        "merged before the update, and that rounding to the weights' dtype does not undo steps (raise the learning rate)"
     )
 
 

@@ -96,8 +96,8 @@ class TrainerBinding:
         """Change single links of the plan that was bound in epoch `bound_in`. For errors see `bind`."""
         if not 0 < command.since == bound_in:
             raise RoundAborted(
-                f"since: must be {bound_in}, the epoch in which this rank was bound last (0: not "
-                f"bound), got {command.since}"
+                f"since: must be the epoch in which this rank was bound, got {command.since}; this rank "
+                + (f"was bound in epoch {bound_in}" if bound_in else "is not bound")
             )
         plan = TransferPlan.decode(command.plan) if command.plan else None
         if plan is None:

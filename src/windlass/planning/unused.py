@@ -88,8 +88,8 @@ def refuse_unused(
     if not refused:
         return
     raise ManifestError(
-        f"allow_unused: an engine must take every trainer tensor that matches no pattern, got "
-        f"{said(refused)} that no engine takes{''.join(_tie_hints(refused, sources))}; serve the model that is "
+        f"allow_unused: no engine takes {said(refused)}{''.join(_tie_hints(refused, sources))}, and no pattern of "
+        f"allow_unused allows this; serve the model that is "
         f"trained, or, if no engine needs {'this tensor' if len(refused) == 1 else 'these tensors'}, pass this to the "
         f"trainer: allow_unused={as_argument(refused)}"
     )
