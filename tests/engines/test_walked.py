@@ -12,11 +12,27 @@ import torch
 from windlass.engines.capture.memory import Holding, Walked, held_by
 
 
+def closures(scale: torch.Tensor) -> tuple[Callable[..., Any], Callable[[], None]]:
+    """Return a function that sets a tensor in its closure, and a function that counts its calls in its closure."""
+    num_calls = 0
+
+    def scaled(value: torch.Tensor, bias: torch.Tensor = torch.zeros(2)) -> None:  # noqa: B008
+        nonlocal scale
+        scale = value + bias[0]
+
+    def count() -> None:
+        nonlocal num_calls
+        num_calls += 1
+
+    return scaled, count
+
+
 def engine() -> Any:
     model = torch.nn.Sequential(torch.nn.Linear(3, 2), torch.nn.Linear(2, 4))
     model.register_buffer("table", torch.arange(5.0))
     model.method = SimpleNamespace(scales=[torch.ones(2), torch.zeros(3)], rank=0)  # type: ignore[assignment]
     model.lists = [torch.ones(4)], [], [], []  # type: ignore[assignment]
+    model.scaled, model.count = closures(torch.ones(3))  # type: ignore[assignment]
     model.many = torch.nn.ModuleList(torch.nn.Linear(1, 1) for _ in range(100))
     return model
 
@@ -59,6 +75,18 @@ def change_the_last_of_many_modules(model: Any) -> None:
     model.many[-1].weight = torch.nn.Parameter(torch.ones(1, 1))
 
 
+def set_a_tensor_in_a_closure(model: Any) -> None:
+    model.scaled(torch.arange(3.0))
+
+
+def set_a_default_of_a_function(model: Any) -> None:
+    model.scaled.__defaults__ = (torch.ones(2),)
+
+
+def replace_a_number_by_a_tensor(model: Any) -> None:
+    model.method.rank = torch.ones(2)
+
+
 @pytest.mark.parametrize(
     "change",
     [
@@ -70,6 +98,9 @@ def change_the_last_of_many_modules(model: Any) -> None:
         drop_module,
         move_tensor_to_the_next_container,
         change_the_last_of_many_modules,
+        set_a_tensor_in_a_closure,
+        set_a_default_of_a_function,
+        replace_a_number_by_a_tensor,
     ],
 )
 def test_a_changed_model_is_walked_again(change: Callable[[Any], None]) -> None:
@@ -90,6 +121,7 @@ def test_an_unchanged_model_is_not_walked_again() -> None:
     walked = Walked(model)
     held = walked.held()
     model.method.rank = 1
+    model.count()
     with torch.no_grad():
         model[0].weight.fill_(7.0)
     assert walked.held() is held

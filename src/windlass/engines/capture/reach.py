@@ -23,12 +23,13 @@ import threading
 import types
 import weakref
 from collections import ChainMap, OrderedDict, UserDict, UserList, deque
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from contextvars import ContextVar
 from dataclasses import dataclass, field
-from itertools import chain
+from itertools import chain, compress
 from multiprocessing.shared_memory import SharedMemory
+from operator import attrgetter
 from types import (
     AsyncGeneratorType,
     BuiltinMethodType,
@@ -49,6 +50,7 @@ from types import (
 from typing import Any, final
 
 import numpy as np
+import numpy.typing as npt
 import torch
 import torch.distributed as dist
 
@@ -307,86 +309,108 @@ class Reach:
         return {joined(n.path, join, key): value for n, join, key, value in self._numbers}
 
 
-_GROUP = 256
-"""Number of containers whose contents a signature compares in one call of C code."""
-
-
-@final
-class _Group:
-    """Contents of some containers, the number and identities of all values, and the identities of values that a walk enters."""
-
-    def __init__(self, contents: Sequence[Collection[object]]) -> None:
-        self._contents = contents
-        self._sizes = [*map(len, contents)]
-        self._ids = [*map(id, chain.from_iterable(contents))]
-        self._followed = _followed(chain.from_iterable(contents))
-
-    def holds(self) -> bool:
-        """Return whether the containers still reference the same objects; see `Signature.holds`."""
-        contents = self._contents
-        if [*map(len, contents)] != self._sizes:
-            return False
-        found = [*map(id, chain.from_iterable(contents))]
-        return found == self._ids or _followed(chain.from_iterable(contents)) == self._followed
-
-
 @final
 class Signature:
     """Identities (`id`) of all objects of a walk, to find out later whether the model references new objects.
 
-    An update compares them while the engine does not generate, so the comparison has no loop over containers in Python.
-    A signature keeps the model's containers alive, but not its tensors.
+    An update compares them while the engine does not generate, so C code loops over nearly all values. A signature keeps
+    the model's containers alive, but not its tensors.
     """
 
     def __init__(self, found: Reach) -> None:
         self._others: list[tuple[Any, Shape, list[int]]] = []
         self._globals = [(names, name, id(value)) for names, name, value in found.globals]
-        contents: list[Collection[object]] = []
+        self._containers: list[Collection[object]] = []
+        self._cells: list[CellType] = []
+        self._functions: list[FunctionType] = []
         with _uncollected():
             for node in found.nodes:
-                contents += self._note(node.item, node.shape)
+                self._note(node.item, node.shape)
             for item in (*found.empty, *found.empty_globals):
-                contents += self._note(item, _shape_of(item))
-            self._groups = [
-                _Group(contents[at : at + _GROUP]) for at in range(0, len(contents), _GROUP)
-            ]
+                self._note(item, _shape_of(item))
+            self._sizes = [*map(len, self._containers)]
+            # A comparison of sizes is enough for empty containers.
+            self._filled = [container for container in self._containers if container]
+            self._ids = self._identities()
+            self._entered = np.fromiter(map(_is_entered, self._values()), dtype=bool)
 
-    def _note(self, item: Any, shape: Shape) -> list[Collection[object]]:
-        """Return live views of an object's attributes and items, for `_Group`.
+    def _note(self, item: Any, shape: Shape) -> None:
+        """Record where to find an object's values: live views of its attributes and items, its cell, its defaults.
 
-        Python has no live view of other contents, such as slots. Record the identities of these contents in `_others`.
+        Python has no live view of other values, such as slots. Record the identities of these values in `_others`.
         """
-        found: list[Collection[object]] = []
         if shape.has_dict:
-            found.append(vars(item).values())
+            self._containers.append(vars(item).values())
         if isinstance(item, dict):
             # `values` of a subclass may return a copy, which is no live view.
-            found.append(dict.values(item))
+            self._containers.append(dict.values(item))
         elif type(item) in (list, set):
-            found.append(item)
+            self._containers.append(item)
+        elif type(item) is CellType and [*contents_of(item)]:
+            self._cells.append(item)
+        elif type(item) is FunctionType:
+            self._functions.append(item)
         elif type(item) not in (tuple, frozenset) and (shape.members or shape.form in _COMPARED):
             self._others.append((item, shape, _followed(_members(item, shape))))
-        return found
+
+    def _values(self) -> Iterator[object]:
+        """Return the current values in all containers, cells and defaults of functions, in a fixed order."""
+        return chain(
+            chain.from_iterable(self._filled),
+            map(_IN_CELL, self._cells),
+            map(_DEFAULTS, self._functions),
+        )
+
+    def _identities(self) -> npt.NDArray[np.uintp]:
+        """Return the identities of `_values`."""
+        return np.fromiter(map(id, self._values()), dtype=np.uintp)
 
     def holds(self) -> bool:
         """Return whether the model still references the same objects. Numbers and strings may differ."""
         try:
             return self._holds()
-        except RuntimeError:  # another thread changed a container during the comparison
+        # Another thread changed a container during the comparison, or emptied a cell.
+        except (RuntimeError, ValueError):
             return False
 
     def _holds(self) -> bool:
-        """Compare all recorded identities. Raise RuntimeError if another thread changes a container at the same time."""
-        if not all(group.holds() for group in self._groups):
-            return False
-        return all(id(names.get(name)) == value for names, name, value in self._globals) and all(
-            _followed(_members(item, shape)) == kept for item, shape, kept in self._others
+        """Compare all recorded identities.
+
+        Raises:
+            RuntimeError: another thread changed a container at the same time.
+            ValueError: a cell is empty now.
+        """
+        return (
+            [*map(len, self._containers)] == self._sizes
+            and self._holds_values()
+            and all(id(names.get(name)) == value for names, name, value in self._globals)
+            and all(_followed(_members(item, shape)) == kept for item, shape, kept in self._others)
         )
+
+    def _holds_values(self) -> bool:
+        """Return whether each value is the recorded object, or the walk enters neither the value nor that object."""
+        ids = self._identities()
+        if len(ids) != len(self._ids):
+            return False
+        differs = ids != self._ids
+        if not differs.any():
+            return True
+        now = compress(self._values(), differs.tolist())
+        return not self._entered[differs].any() and not any(map(_is_entered, now))
+
+
+_IN_CELL = attrgetter("cell_contents")
+_DEFAULTS = attrgetter("__defaults__")
+
+
+def _is_entered(value: object) -> bool:
+    """Return whether the walk enters a value. It enters no numbers, no locks, and no skipped objects."""
+    return _SHAPES.get(type(value), _UNSET) not in (None, _NUMBER, _LOCK)
 
 
 def _followed(values: Iterable[object]) -> list[int]:
-    """Return the identities of the values that the walk enters. It enters no numbers, no locks, and no skipped objects."""
-    return [id(v) for v in values if _SHAPES.get(type(v), _UNSET) not in (None, _NUMBER, _LOCK)]
+    """Return the identities of the values that the walk enters."""
+    return [id(value) for value in values if _is_entered(value)]
 
 
 def _members(item: Any, shape: Shape) -> Iterable[object]:
