@@ -15,7 +15,13 @@ import pytest
 
 from windlass.config import PauseMode
 from windlass.engines.vllm import engine_core
-from windlass.engines.vllm.engine_core import QUIESCES, WEIGHTS, CoreCalls, keep_caches_apart
+from windlass.engines.vllm.engine_core import (
+    OWN_VERSIONS,
+    QUIESCES,
+    WEIGHTS,
+    CoreCalls,
+    keep_caches_apart,
+)
 from windlass.engines.vllm.worker import VllmApi
 from windlass.errors import PeerTimeout, PeerUnreachable
 
@@ -190,6 +196,19 @@ def test_a_hold_begins_after_running_batches_and_ends_with_the_version(
     assert args[:2] == ("1.1", "10.0")
     assert args[2]
     assert (patched.scheduler.pause_state, patched.weight_version) == (PauseState.UNPAUSED, "7")
+
+
+def test_a_hold_does_not_wait_for_running_batches_whose_versions_are_recorded(
+    patched: PatchedCore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(OWN_VERSIONS, "1")
+    patched.batch_queue += ["second", "first"]
+    patched.blocked = lambda: 7
+    patched.calls.call(QUIESCES, ["1.1", "10.0"], None)
+    assert patched.given_out == []
+    assert list(patched.batch_queue) == ["second", "first"]
+    assert engine_core.own_core.version == 7
+    assert patched.scheduler.pause_state is PauseState.UNPAUSED
 
 
 @pytest.mark.parametrize("identities", [["run/7", "run/7"], ["run/7", "run/8"], ["", ""]])
