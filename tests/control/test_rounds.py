@@ -937,7 +937,7 @@ def test_a_push_without_its_leaders_ends_by_its_deadline() -> None:
     script.take(script.machine.handle(DeadlinePassed(script.entry)))
     assert script.finish is not None
     assert script.finish.report.outcome is RoundOutcome.ABORTED
-    assert "did not continue" in script.finish.report.reason
+    assert "not every leader called continue_generation" in script.finish.report.reason
     assert script.aborts() == dict.fromkeys(ENGINE_OF, False)
 
 

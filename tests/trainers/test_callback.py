@@ -254,7 +254,7 @@ def vanish(url: str) -> None:
         with windlass.RolloutCallback(url, "wrong") as stranger, pytest.raises(AuthenticationError):
             stranger.pause_generation()
         # A leader that pauses before the end of the session would join the session and end with it.
-        with pytest.raises(RoundAborted, match="no update is under way"):
+        with pytest.raises(RoundAborted, match="no update is running"):
             ask_for(leader, DEADLINE_S)
     two_versions(url)
 

@@ -316,7 +316,7 @@ def test_links_of_a_relay_are_not_changed() -> None:
         half = RelayingSender(sender)
         address = RelayAddress("a/0", "127.0.0.1", 1, "")
         half.carry_out(ConnectRelay((group,), bindings, (address,)), RoundId(1, 1))
-        with pytest.raises(ProtocolError, match="connect again"):
+        with pytest.raises(ProtocolError, match="relay groups must not be bound"):
             half.change_links(None, (), ["a/0"])
     finally:
         fleet.close()

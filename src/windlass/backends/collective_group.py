@@ -59,7 +59,7 @@ class Rendezvous:
                 master_listen_fd=listener.detach(),
             )
         except (RuntimeError, OSError) as error:
-            raise TransferFailed(f"rendezvous: does not start: {error}") from error
+            raise TransferFailed(f"the group's store cannot start on {host}: {error}") from error
 
 
 def join_group(
@@ -157,8 +157,8 @@ def _agree(store: Any, offer: GroupOffer, rank: int, signature: str, deadline: D
     if len(set(found.values())) > 1:
         said = ", ".join(f"{worker} {digest[:12]}" for worker, digest in found.items())
         raise PlanError(
-            f"group {offer.name}: members must agree on names, dtypes, sizes, order and buckets, "
-            f"got {said}"
+            f"group {offer.name}: members must expect equal buckets (tensor names, dtypes, sizes and order), got different "
+            f"signatures: {said}"
         )
 
 
@@ -294,7 +294,7 @@ class TorchBroadcastGroup:
         import torch.distributed as dist
 
         if self.broken:
-            raise TransferFailed(f"group {self._name}: is broken")
+            raise TransferFailed(f"group {self._name} is broken after an earlier failure")
         options = dist.BroadcastOptions()
         options.rootRank, options.rootTensor = 0, 0
         options.timeout = timedelta(seconds=max(deadline_s, MIN_TIMEOUT_S))

@@ -206,8 +206,14 @@ class DiskReceiver:
             found = file_digest(path)
         except OSError as error:
             found = str(error)
-        blame = "the file is damaged" if found != expected else "the file is as it was written"
-        _log.warning("%s refused: digest must be %s, got %s: %s", path, expected, found, blame)
+        change = "has changed" if found != expected else "has not changed"
+        _log.warning(
+            "refused %s, which %s since it was written; its digest was %s then and is %s now",
+            path,
+            change,
+            expected,
+            found,
+        )
 
 
 BACKEND = BackendEntry(Disk)

@@ -30,12 +30,12 @@ class Push(OwnPathBackend):
     def __init__(self, options: PushBackend) -> None:
         if not isinstance(options, PushBackend):
             raise ConfigError(
-                "backend: must be p2p, xccl, disk or the backend of another package, got 'push': every controller "
-                "offers push; use windlass.RolloutCallback"
+                "backend: must be p2p, xccl, disk or the backend of another package, got 'push'; every controller offers "
+                "push in addition, so leave it out and use windlass.RolloutCallback"
             )
 
     def sender(self, sender: RankSender, host: str) -> SenderBackend:  # noqa: ARG002
-        """Raise ConfigError: `publish` cannot use this backend. `windlass.RolloutCallback` makes its trainer half."""
+        """Raise ConfigError, because `publish` cannot use this backend. `windlass.RolloutCallback` creates `PushSender`."""
         raise ConfigError("push: a publish cannot use this backend; use windlass.RolloutCallback")
 
     def receiver(self, receiver: RankReceiver, host: str) -> ReceiverBackend:

@@ -120,7 +120,8 @@ class PushSender:
         (limit_nbytes,) = self.offer.bucket_nbytes
         if self._nbytes > limit_nbytes:
             raise ConfigError(
-                f"broadcast: bucket must be <= {limit_nbytes} bytes, got {self._nbytes}"
+                f"broadcast: the tensors of one call must fit into {limit_nbytes} bytes, got {self._nbytes}; send fewer "
+                "tensors per call"
             )
         for offset, tensor in zip(offsets, tensors.values(), strict=True):
             self._require_group().put(0, offset, tensor)
@@ -146,7 +147,7 @@ class PushSender:
     def _require_group(self) -> TorchBroadcastGroup:
         """Return the group; raise ProtocolError if `join` was not called."""
         if self._group is None:
-            raise ProtocolError(f"group {self.offer.name}: was not formed")
+            raise ProtocolError(f"group {self.offer.name} does not exist yet; call join first")
         return self._group
 
 
@@ -179,7 +180,7 @@ class PushReceiver:
         """Row of a shard -> name under which its tensor has arrived in this update."""
 
     def connect(self, plan: TransferPlan, mode: UpdateMode) -> DestinationBinding:  # noqa: ARG002
-        """Raise ProtocolError: updates of this backend have no plan that a publish could bind."""
+        """Raise ProtocolError, because a publish cannot use this backend."""
         raise ProtocolError("push: a publish cannot use this backend; use windlass.RolloutCallback")
 
     def carry_out(self, command: Command, round_id: RoundId) -> Result | None:  # noqa: ARG002
@@ -250,7 +251,7 @@ class PushReceiver:
         """
         group = self._groups.get(name)
         if group is None or group.broken:
-            raise TransferFailed(f"group {name}: was not formed, or has failed; form it again")
+            raise TransferFailed(f"group {name} was not formed or has failed; form it again")
         try:
             self._check_tensors(tensors)
         except PlanError:

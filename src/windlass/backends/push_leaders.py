@@ -165,7 +165,7 @@ class PushDelivery(Delivery):
     @property
     def awaited(self) -> str:
         """Reason to report if WRITE ends at its deadline; empty after `sent` was called."""
-        return "" if self._has_sent else "the leaders did not continue"
+        return "" if self._has_sent else "not every leader called continue_generation"
 
     def sent(self) -> None:
         """Record that the leaders have sent all tensors, so that WRITE may end."""
@@ -230,11 +230,13 @@ class _Push:
         self._has_begun = True
         agreed = 0 if self._order is None else self._order.num_leaders
         if num_stages != agreed:
-            raise RoundAborted(f"callback: num_stages must be {agreed} as before, got {num_stages}")
+            raise RoundAborted(
+                f"callback: num_stages must be {agreed} as in the first leader's call, got {num_stages}"
+            )
         others = {s for name, s in self._stages.items() if name != leader}
         if agreed and (not 0 <= stage < agreed or stage in others):
             raise RoundAborted(
-                f"callback: stage must be in [0, {agreed}) and not in {sorted(others)}, got {stage}"
+                f"callback: stage must be in [0, {agreed}) and differ from the other leaders' stages {sorted(others)}, got {stage}"
             )
         self._leaders.add(leader)
         self._lease_s[leader] = call.lease_s
@@ -393,7 +395,7 @@ class PushUpdates:
     def _running(self) -> _Push:
         """Return the running update; raise RoundAborted if no update is running."""
         if self._latest is None or self._latest.round.report.done():
-            raise RoundAborted("callback: no update is under way: call pause_generation first")
+            raise RoundAborted("callback: no update is running; call pause_generation first")
         return self._latest
 
     async def _pause(self, leader: str, call: PauseCall, deadline_s: float) -> bool:

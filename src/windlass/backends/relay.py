@@ -298,7 +298,9 @@ class RelayingSender:
             ProtocolError: relay groups are bound. They must be bound again as a whole, with `connect`.
         """
         if self._source.groups:
-            raise ProtocolError("change_links: relays are bound; connect again")
+            raise ProtocolError(
+                "change_links: relay groups must not be bound; bind all of them again with connect"
+            )
         self._sender.change_links(plan, bindings, gone)
 
     def prepare(self, version: int) -> None:

@@ -215,7 +215,7 @@ class CollectiveSender:
         """
         if self._offer is None or tuple(offers) != (self._offer,):
             raise ProtocolError(
-                f"{self._source.manifest.worker}: join: must get the group that this rank offered"
+                f"{self._source.manifest.worker}: join: `offers` must contain only the group that this rank offered"
             )
         self._group = join_group(
             self._offer,
@@ -474,9 +474,11 @@ def _whole(
     absent = sorted(set(offer.members[1:]) - set(destinations))
     if absent:
         group.abort()
-        raise TransferFailed(f"group {offer.name}: {', '.join(absent)} must take part")
+        raise TransferFailed(
+            f"group {offer.name}: all members must take part, got a broadcast without {', '.join(absent)}"
+        )
     if group.broken:
-        raise TransferFailed(f"group {offer.name}: is broken")
+        raise TransferFailed(f"group {offer.name} is broken after an earlier failure")
     return group
 
 
@@ -575,8 +577,8 @@ def loads_of(program: LinkProgram, offer: GroupOffer) -> tuple[tuple[Load, ...],
                 numel += math.prod(piece.sizes)
         if numel != math.prod(op.sizes):
             raise PlanError(
-                f"group {offer.name}: the buckets carry {numel} of {math.prod(op.sizes)} elements that "
-                f"are read from parameter {op.src_parameter} at byte {op.src_offset}"
+                f"group {offer.name}: the buckets must contain {math.prod(op.sizes)} elements of parameter {op.src_parameter} "
+                f"from byte {op.src_offset}, got {numel}"
             )
     return tuple(tuple(of_bucket) for of_bucket in loads)
 
@@ -598,7 +600,7 @@ def clip(op: BoundOp, start: int, stop: int) -> Iterator[BoundOp]:
     size, stride = op.sizes[dim], op.src_strides[dim]
     if size == 1 or stride <= 0:
         raise UnsupportedLayout(
-            f"xccl: an element at byte {first} is cut by a bucket at {start} or {stop}"
+            f"xccl: a bucket must contain whole elements, got bytes [{start}, {stop}), which cut the element at byte {first}"
         )
     inner = reach - (size - 1) * stride
     whole_from = max(-(-(start - first) // stride), 0)
