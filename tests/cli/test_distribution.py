@@ -107,7 +107,7 @@ def test_doctor_recognises_the_other_project_in_its_environment(
     monkeypatch.syspath_prepend(other_project(tmp_path))
     finding = checks.check_package()
     assert finding.status is checks.FAILS
-    assert "windlass 0.1.1 is installed here too: another project on PyPI" in finding.found
+    assert "the package windlass 0.1.1 of another project is installed here" in finding.found
     assert f"{sys.executable} -m pip uninstall windlass, then install again" in finding.remedy
     assert install_command(python=sys.executable) in finding.remedy
 

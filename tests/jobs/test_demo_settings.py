@@ -303,12 +303,21 @@ def test_a_checkpoint_that_the_demo_cannot_use_is_refused(
 @pytest.mark.parametrize(
     ("positions", "reason"),
     [
-        ("NaN", r"integer max_position_embeddings, or without it, got .*config.json: "),
-        ("1e999", "integer max_position_embeddings, or without it, got "),
-        ('"256"', "integer max_position_embeddings, or without it, got "),
-        ("[", "integer max_position_embeddings, or without it, got "),
-        ("0", r"--checkpoint must be a model with a context of more than \d+ tokens, .* has 0 "),
-        ("-1", r"--checkpoint must be a model with a context of more than \d+ tokens, .* has -1 "),
+        (
+            "NaN",
+            r"config.json must be JSON, and max_position_embeddings must be an integer or absent: ",
+        ),
+        ("1e999", "max_position_embeddings must be an integer or absent: "),
+        ('"256"', "max_position_embeddings must be an integer or absent: "),
+        ("[", "max_position_embeddings must be an integer or absent: "),
+        (
+            "0",
+            r"--checkpoint must be a model with a context of more than \d+ tokens .*, got 0 tokens in ",
+        ),
+        (
+            "-1",
+            r"--checkpoint must be a model with a context of more than \d+ tokens .*, got -1 tokens in ",
+        ),
     ],
 )
 def test_a_checkpoint_with_an_impossible_context_is_refused_by_its_value(

@@ -122,8 +122,8 @@ def check_package() -> Finding:
 def of_other_project(version: str) -> str:
     """Return the message for a user who has installed the other project `windlass` from PyPI, in release `version`."""
     return (
-        f"the distribution {OTHER_PROJECT} {version} is installed here too: another project on PyPI, with "
-        f"the same import name and command as Windlass, which PyPI calls {DISTRIBUTION}"
+        f"the package {OTHER_PROJECT} {version} of another project is installed here; it has the same import name and "
+        f"command as Windlass, whose package on PyPI is {DISTRIBUTION}"
     )
 
 
@@ -288,8 +288,8 @@ def _allocator() -> Finding:
         return Finding("allocator", WORKS, "expandable segments are not enabled")
     remedy = f"unset expandable_segments in {asked.partition('=')[0]} for engines"
     found = (
-        f"{asked}: engines refuse this setting, because no other process can open such memory; a trainer may use it "
-        "with cuda_ipc"
+        f"{asked}: an engine does not start with this setting, because other processes cannot open memory in expandable "
+        "segments; a trainer may use the setting with cuda_ipc"
     )
     return Finding("allocator", FAILS, found, remedy)
 
@@ -302,15 +302,17 @@ def _peer_access() -> Finding:
         return Finding(name, LIMITED, "torch is not installed", install_command("torch"))
     count = torch.cuda.device_count() if torch.cuda.is_available() else 0
     if count == 0:
-        return Finding(name, LIMITED, f"torch {torch.__version__}, no CUDA device: no cuda_ipc")
+        return Finding(
+            name, LIMITED, f"torch {torch.__version__} finds no CUDA device, which cuda_ipc needs"
+        )
     blocked = [
         f"{a}-{b}"
         for a, b in permutations(range(count), 2)
         if not torch.cuda.can_device_access_peer(a, b)
     ]
     if not blocked:
-        return Finding(name, WORKS, f"{count} devices, between all pairs")
-    found = f"{count} devices, no peer access between {', '.join(blocked)}"
+        return Finding(name, WORKS, f"{count} CUDA devices; each can access every other")
+    found = f"{count} CUDA devices; no peer access between {', '.join(blocked)}"
     remedy = "disable ACS, or keep trainer and engine ranks on connected devices"
     return Finding(name, LIMITED, found, remedy)
 
@@ -356,7 +358,7 @@ def _engine(engine: EngineReleases, version: str) -> Finding:
 def _logprobs(engine: EngineReleases) -> Finding:
     name = f"{engine.name} log-probabilities"
     if engine.name == "SGLang" and environment_value(ORIGINAL):
-        found = f"{ORIGINAL} is set: SGLang computes them before temperature, top_k and top_p apply"
+        found = f"{ORIGINAL} is set, so SGLang ignores temperature, top_k and top_p in log-probabilities"
         return Finding(name, FAILS, found, f"unset {ORIGINAL}")
     found = "computed by default from the sampled distribution, after temperature, top_k and top_p"
     return Finding(name, WORKS, found)
@@ -377,7 +379,7 @@ def check_flags(command: str, checkpoint: Path | None = None) -> Finding:
         engine, *options = shlex.split(command) or [""]
     except ValueError as error:
         raise ConfigError(
-            f"--engine-flags must be as in a shell: {error}, got {command!r}"
+            f"--engine-flags must be quoted as in a shell, got {command!r}: {error}"
         ) from error
     if engine not in ENGINES.names():
         raise ConfigError(
@@ -411,7 +413,8 @@ def _checkpoint(folder: Path) -> Finding:
         return Finding("checkpoint", FAILS, str(error), remedy)
     nbytes = 8 * sum(spec.numel for spec in specs)
     found = (
-        f"{len(specs)} tensors{' in block float8' if quantised else ''}; capture needs up to "
-        f"{nbytes >> 20} MiB per engine rank; the rank also keeps buffers with the sources of computed tensors"
+        f"{len(specs)} tensors{' in block float8' if quantised else ''}; the capture of an "
+        f"engine's layout needs up to {nbytes >> 20} MiB per rank; afterwards each rank keeps copies of the tensors from "
+        "which the engine computes others"
     )
     return Finding("checkpoint", WORKS, found)

@@ -155,7 +155,7 @@ def _entry_point(framework: Framework) -> Finding:
         found = f"{point.name} = {point.value}"
         chosen = environment_value(framework.chosen_by) if framework.chosen_by else ""
         if chosen and point.name not in [name.strip() for name in chosen.split(",")]:
-            found = f"{found}; {framework.chosen_by}={chosen} leaves it out"
+            found = f"{found}; {framework.chosen_by} must contain {point.name}, got {chosen!r}"
             return Finding(framework.group, FAILS, found, f"add {point.name} to the variable")
         return Finding(framework.group, WORKS, found)
     found = "no entry point of Windlass: its code is on sys.path, but the package is not installed"

@@ -280,7 +280,7 @@ def _checked_context(args: argparse.Namespace) -> int:
     folder = args.checkpoint
     if args.model is not None:
         raise ConfigError(
-            f"demo: --model must not be given with --checkpoint, whose folder has a configuration, got {args.model}"
+            f"demo: --model must not be given with --checkpoint, because the checkpoint contains a model, got {args.model}"
         )
     if not (folder / "config.json").is_file() or not any(folder.glob("*.safetensors")):
         raise ConfigError(
@@ -292,8 +292,8 @@ def _checked_context(args: argparse.Namespace) -> int:
     longest = longest_prompt(load_tokenizer(folder))
     if positions <= longest:
         raise ConfigError(
-            f"demo: --checkpoint must be a model with a context of more than {longest} tokens, the longest prompt of the "
-            f"demo, got {folder}, whose context has {positions} tokens"
+            f"demo: --checkpoint must be a model with a context of more than {longest} tokens (the demo's longest prompt), "
+            f"got {positions} tokens in {folder}"
         )
     if not 1 <= args.max_new_tokens <= positions - longest:
         raise ConfigError(
@@ -315,8 +315,7 @@ def _positions(file: Path) -> int:
         limit = msgspec.json.decode(file.read_bytes(), type=_Limit).max_position_embeddings
     except DECODE_ERRORS as error:
         raise ConfigError(
-            f"demo: --checkpoint must have a config.json with an integer max_position_embeddings, or without it, got "
-            f"{file}: {error}"
+            f"demo: --checkpoint: {file} must be JSON, and max_position_embeddings must be an integer or absent: {error}"
         ) from error
     return sys.maxsize if limit is None else limit
 
@@ -374,7 +373,7 @@ def _check_colocate(args: argparse.Namespace, transport: str) -> None:
     if is_server and args.device != "cuda":
         if not ENGINES.find(args.engine).sleep_arguments:
             raise ConfigError(
-                f"demo: --colocate needs an --engine that sleeps, got {args.engine!r}"
+                f"demo: --colocate needs an --engine that can sleep, got {args.engine!r}"
             )
         raise ConfigError(
             f"demo: --colocate with --engine {args.engine} needs --device cuda, because {args.engine}'s build for CPUs "

@@ -135,7 +135,7 @@ def _check_interpreter(path: str, framework: str | None) -> tuple[Finding, ...]:
             return (Finding(PACKAGE, FAILS, of_other_project(version), remedy),)
         said = done.stderr.decode(errors="replace").strip().splitlines() or ["no output"]
         remedy = (
-            f"{install_command(python=path)}, or by `pip install --target` into a folder on PYTHONPATH "
+            f"{install_command(python=path)}, or `pip install --target` into a folder on PYTHONPATH "
             "(docs/engines.md)"
         )
         return (Finding(PACKAGE, FAILS, f"cannot run with this Python: {said[-1]}", remedy),)
