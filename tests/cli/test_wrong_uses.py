@@ -263,7 +263,7 @@ async def test_a_rank_publishes_in_one_thread_at_a_time() -> None:
                 # No engine is connected, so the update runs until its deadline.
                 pending = trainer.publish(0, wait=False, deadline_s=2.0)
                 with pytest.raises(
-                    ConfigError, match="must wait until the previous update has ended"
+                    ConfigError, match="the previous update must end before version"
                 ):
                     trainer.publish(1)
                 with pytest.raises(PeerTimeout):

@@ -74,7 +74,9 @@ async def test_an_invalid_version_does_not_cancel_the_announcement_in_progress()
             await asyncio.to_thread(client.prepare_publish, 0)
             with pytest.raises(ConfigError, match="prepare_publish: version must be"):
                 await asyncio.to_thread(client.prepare_publish, -1)
-            with pytest.raises(ConfigError, match="version 1 must wait until the previous update"):
+            with pytest.raises(
+                ConfigError, match="the previous update must end before version 1 begins"
+            ):
                 await asyncio.to_thread(client.publish, 1, deadline_s=5.0)
 
 

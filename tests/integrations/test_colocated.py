@@ -27,7 +27,7 @@ def llm(*, backend: str = "windlass", replicas: int = 1, ranks: int = 1, core: b
         ({"backend": "nccl"}, 'must be made with weight_transfer_config={"backend": "windlass"}'),
         ({"replicas": 2}, "data_parallel_size must be 1, got 2"),
         ({"core": False}, "EngineCore must run in this process; pass distributed_executor_backend"),
-        ({"ranks": 2}, "the number of its ranks must divide the 1 trainer ranks, got 2"),
+        ({"ranks": 2}, "number of trainer ranks, got 2 engine ranks and 1 trainer ranks"),
     ],
 )
 def test_a_vllm_that_cannot_be_updated_in_its_process_is_refused(

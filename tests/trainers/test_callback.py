@@ -7,6 +7,7 @@ import subprocess
 import sys
 import time
 from collections.abc import AsyncIterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -24,7 +25,7 @@ from weight_rank import shapes, truth
 import windlass
 from windlass.config import ControlConfig, P2pBackend, UpdateMode
 from windlass.control.push_messages import CallbackAnswer, CallbackRequest, ContinueCall, PauseCall
-from windlass.errors import AuthenticationError, RoundAborted, TransferFailed
+from windlass.errors import AuthenticationError, PeerTimeout, RoundAborted, TransferFailed
 from windlass.layout.dtypes import DType
 from windlass.transfer.bindings import WireTensor
 
@@ -93,8 +94,6 @@ def opposite(url: str, version: int) -> None:
                 made.broadcast(tensors(version, name))
             leader.continue_generation(version)
             made.close()
-
-        from concurrent.futures import ThreadPoolExecutor
 
         with ThreadPoolExecutor(2) as pool:
             works = [
@@ -257,6 +256,18 @@ def vanish(url: str) -> None:
         with pytest.raises(RoundAborted, match="no update is running"):
             ask_for(leader, DEADLINE_S)
     two_versions(url)
+
+
+def test_a_call_that_ends_because_its_object_is_closed_says_so() -> None:
+    url = "http://127.0.0.1:9"
+    leader = windlass.RolloutCallback(url, TOKEN, deadline_s=60)
+    with ThreadPoolExecutor(1) as pool:
+        call = pool.submit(leader.pause_generation)
+        leader.close()
+        with pytest.raises(
+            PeerTimeout, match=f"PauseCall: RolloutCallback was closed before {url}"
+        ):
+            call.result(30)
 
 
 async def test_leaders_that_vanish_block_engines_only_for_their_session() -> None:

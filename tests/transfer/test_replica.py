@@ -216,7 +216,7 @@ async def test_engines_serve_copied_weights_unchanged_by_later_training(
                 memory.destroy()
                 assert not pending.done()
                 with pytest.raises(
-                    ConfigError, match="must wait until the previous update has ended"
+                    ConfigError, match="the previous update must end before version"
                 ):
                     trainer.publish(version + 1)
                 with pytest.raises(PeerTimeout, match=f"version {version}: the round did not end"):
@@ -289,7 +289,7 @@ async def test_publish_with_a_copy_needs_a_replica() -> None:
         memory.refill(0)
         engine, served = connect_engine(url)
         with engine, connect(url, memory, go, replica=ReplicaPlace.OFF) as trainer:
-            with pytest.raises(ConfigError, match="needs a replica when connecting"):
+            with pytest.raises(ConfigError, match="copy must be False for a trainer"):
                 trainer.publish(0, wait=False, copy=True)
             trainer.publish(0)
             served.check(0)

@@ -207,9 +207,9 @@ class BucketSender:
             PeerTimeout: receivers are missing after `connect_s`; the message names them.
         """
         if self._owned is None:
-            raise ConfigError("wait_for: the stream must be open")
+            raise ConfigError("wait_for: the sender is not open; call open first")
         if not members:
-            raise ConfigError("wait_for: members must name one receiver at least, got none")
+            raise ConfigError("wait_for: members must name at least one receiver, got none")
         self._members = tuple(members)
         self._hosted.wait_for_fleet(self._members, self._settings.connect_s, num_trainers=1)
 
@@ -227,7 +227,7 @@ class BucketSender:
             RoundAborted, PeerTimeout: the round of a bucket failed.
         """
         if self._owned is None or not self._members:
-            raise ConfigError("send: wait_for must have been called")
+            raise ConfigError("send: the sender has no receivers; call open and wait_for first")
         try:
             return await self._send(weights)
         except BaseException:
@@ -348,7 +348,7 @@ class BucketSender:
         gone = sorted({*self._members} - {*done.engines})
         if gone:
             why = "; ".join(f"{name}: {done.left_out.get(name, 'not connected')}" for name in gone)
-            raise PeerUnreachable(f"bucket {report.num_buckets}: not delivered to {why}")
+            raise PeerUnreachable(f"bucket {report.num_buckets} was not delivered to {why}")
 
 
 @final
@@ -483,7 +483,7 @@ class BucketReceiver:
             ProtocolError: a bucket cannot be read.
         """
         if self._owned is None:
-            raise ConfigError("receive: connect must have been called")
+            raise ConfigError("receive: the receiver is not connected; call connect first")
         reader, turns, is_last = BucketReader(self._bucket), self._turns, False
         try:
             while not is_last:

@@ -214,9 +214,14 @@ class BucketReader:
         """Raise ProtocolError unless an entry is the next part of an unfinished tensor, or begins a tensor."""
         given = entry.name, entry.dtype, entry.shape, entry.begin
         if self._next is not None and given != self._next:
-            raise ProtocolError(f"bucket: the next part must be {self._next}, got {given}")
+            raise ProtocolError(
+                "bucket: the next part must have (name, dtype, shape, first byte) = "
+                f"{self._next}, got {given}"
+            )
         if self._next is None and entry.begin:
-            raise ProtocolError(f"bucket: tensor {entry.name!r} must begin at 0, got {entry.begin}")
+            raise ProtocolError(
+                f"bucket: the first part of tensor {entry.name!r} must begin at byte 0, got byte {entry.begin}"
+            )
 
     def _host_bytes(self, begin: int, nbytes: int) -> bytes:
         """Return bytes of the bucket, copied to the host."""
@@ -238,8 +243,9 @@ def _check(entry: BucketEntry, limit: int) -> None:
         or entry.offset + entry.nbytes > limit
     ):
         raise ProtocolError(
-            f"bucket: tensor {entry.name[:60]!r}: bytes [{entry.begin}, +{entry.nbytes}) of {whole} at "
-            f"{entry.offset} must be inside the tensor and the bucket's {limit} bytes"
+            f"bucket: a part of tensor {entry.name[:60]!r} must be inside the tensor's {whole} bytes, and start at a "
+            f"multiple of {ALIGNMENT} inside the bucket's {limit} bytes; got {entry.nbytes} bytes, from byte {entry.begin} "
+            f"of the tensor, at byte {entry.offset} of the bucket"
         )
 
 

@@ -224,7 +224,9 @@ class TrainerRanks:
         try:
             self.store.set(f"{self.name}/{what}", msgspec.json.encode(_Told(text, reason)).decode())
         except RuntimeError as error:
-            raise PeerUnreachable(f"{what}: the store of torch.distributed: {error}") from error
+            raise PeerUnreachable(
+                f"{what}: the store of torch.distributed cannot be reached: {error}"
+            ) from error
 
     def hear(self, what: str, deadline_s: float) -> str:
         """Wait for the message `what` of another rank, and return its text. Not collective.
@@ -235,7 +237,7 @@ class TrainerRanks:
             PeerTimeout: no message came within `deadline_s`.
         """
         if self.store is None:
-            raise PeerUnreachable(f"{what}: this trainer has one rank")
+            raise PeerUnreachable(f"{what}: no other trainer rank can send this message")
         key = f"{self.name}/{what}"
         try:
             self.store.wait([key], timedelta(seconds=deadline_s))
@@ -245,7 +247,9 @@ class TrainerRanks:
                 raise PeerTimeout(
                     f"{what}: no message from another trainer rank within {deadline_s} s"
                 ) from error
-            raise PeerUnreachable(f"{what}: the store of torch.distributed: {error}") from error
+            raise PeerUnreachable(
+                f"{what}: the store of torch.distributed cannot be reached: {error}"
+            ) from error
         if told.reason:
             raise PeerUnreachable(told.reason)
         return told.text

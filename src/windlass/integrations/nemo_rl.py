@@ -144,7 +144,9 @@ class WindlassCheckpointEngine(CheckpointEngine):  # type: ignore[misc]  # NeMo-
             )
             address = store.get(ADDRESS)
         except RuntimeError as error:
-            raise PeerUnreachable(f"the store of the policy's rank 0: {error}") from error
+            raise PeerUnreachable(
+                f"the store of the policy's rank 0 cannot be reached: {error}"
+            ) from error
         self._address = msgspec.json.decode(address, type=StreamAddress)
         self._end.receiver.connect(self._address)
 

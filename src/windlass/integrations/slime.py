@@ -241,8 +241,8 @@ class WeightUpdater:
 class HostCopies:
     """slime's copies of the actor's weights in host memory, which this rank publishes while its model has no memory.
 
-    The rank's engines read GPU memory. So on a GPU, the copies are copied back to it for each update, outside the memory
-    of torch_memory_saver. On a CPU, they are published as they are.
+    The rank's engines read GPU memory. So if the model is on a GPU, each update loads the copies into the GPU, outside the
+    memory of torch_memory_saver. On a CPU, they are published as they are.
 
     slime's names of experts and layers differ from the model's. But its copies are in the order of the model's parameters,
     followed by the buffers whose names contain `expert_bias`, for each chunk.
@@ -305,7 +305,9 @@ class HostCopies:
         """
         found = self._loaded.get(id(tensor))
         if found is None:
-            raise PlanError("copies of weights must be loaded, got a call while no update runs")
+            raise PlanError(
+                "copy_of: the copies of the weights are loaded only during an update; call update_weights"
+            )
         return found
 
     def outside_saver(self) -> AbstractContextManager[None]:
@@ -347,7 +349,7 @@ def _urls_of(engines: Sequence[EngineHandle]) -> list[str]:
     told: list[str | None] = ray.get([engine.get_url.remote() for engine in engines])
     urls = [url for url in told if url is not None]
     if not urls:
-        raise ConfigError("rollout_engines: must be at least one server, got none")
+        raise ConfigError("rollout_engines: must contain at least one server, got none")
     for url in urls:
         check_url(url, "rollout_engines: get_url")
     return urls

@@ -109,7 +109,8 @@ class RolloutCallback(Closing):
             raise ConfigError(f"RolloutCallback: deadline_s must be > 0, got {deadline_s}")
         if (num_stages or stage != -1) and not 0 <= stage < num_stages:
             raise ConfigError(
-                f"RolloutCallback: stage must be in [0, num_stages={num_stages}), got {stage}"
+                f"RolloutCallback: stage must be in [0, num_stages={num_stages}), got {stage}; pass both arguments or "
+                "neither"
             )
         self.url, self.leader = controller, leader
         self._stage, self._num_stages = stage, num_stages
@@ -307,9 +308,11 @@ class RolloutCallback(Closing):
                 self._closed.wait(max(min(next(pauses), ends - time.monotonic()), 0.0))
             else:
                 return self._members(reply)
-        raise PeerTimeout(
-            f"{type(call).__name__}: {self.url} did not answer within {seconds} s: {last}"
-        )
+        if self._closed.is_set():
+            what = f"RolloutCallback was closed before {self.url} answered"
+        else:
+            what = f"{self.url} did not answer within {seconds} s: {last}"
+        raise PeerTimeout(f"{type(call).__name__}: {what}")
 
     def _members(self, reply: HttpReply) -> tuple[str, ...]:
         """Return the engine ranks in the controller's answer, or raise the error that it contains; see `_call`."""

@@ -168,7 +168,8 @@ class TrainerClient(Closing):
         replica = self._sender.replica
         if copy and replica is None:
             raise ConfigError(
-                "publish: copy=True needs a replica when connecting, got replica=off; connect with replica='auto'"
+                "publish: copy must be False for a trainer that is connected with replica='off', got True; connect it "
+                "with replica='auto'"
             )
         began, copied = time.perf_counter(), threading.Event() if copy else None
         until_over = self._begin("publish", version_number(version, "publish"), deadline_s, copied)
@@ -237,7 +238,7 @@ class TrainerClient(Closing):
         """
         if not self._publishing.acquire(blocking=False):
             raise ConfigError(
-                f"{what}: version {version} must wait until the previous update has ended; call `result` of its "
+                f"{what}: the previous update must end before version {version} begins; call `result` of the previous "
                 "PendingUpdate first"
             )
         self._agent.held.hold(version)

@@ -146,9 +146,7 @@ def _require_success(reports: Sequence[_Report], error: Exception | None) -> Non
     """
     for rank, report in enumerate(reports):
         if report.failure and not report.refusal:
-            raise ConfigError(
-                f"exporter: must yield all tensors on every rank, got on rank {rank}: {report.failure}"
-            ) from error
+            raise ConfigError(f"exporter: failed on rank {rank}: {report.failure}") from error
     for rank, report in enumerate(reports):
         if report.refusal:
             raise UnsupportedLayout(f"{report.refusal} (rank {rank})") from error
@@ -289,7 +287,7 @@ def _attempt(
     """
     exported = _observed(tensors, export, codes, own, scattered)
     if not exported:
-        raise ConfigError("it yielded no tensor")
+        raise ConfigError("the exporter yielded no tensor")
     found: dict[str, list[PlacedShard]] = {}
     wrong: set[_Key] = set()
     for key, one in exported.items():
@@ -386,7 +384,7 @@ def _observed(
     gone = [name for (name, _), one in exported.items() if one.last_run != codes.num_digits]
     if gone:
         raise ConfigError(
-            f"it must yield the same tensors in every run, got none of {said(gone)} in the last run"
+            f"the exporter must yield the same tensors in every run, got no {said(gone)} in the last run"
         )
     return exported
 
@@ -403,8 +401,8 @@ def _same_as_before(
     if one is None or one.shape != tuple(tensor.shape):
         before = "no such tensor" if one is None else f"shape {one.shape}"
         raise ConfigError(
-            f"it must yield the same tensors in every run, got {key[0]!r} of shape {tuple(tensor.shape)} and {before} "
-            "in the first run"
+            f"the exporter must yield the same tensors in every run, got {key[0]!r} of shape {tuple(tensor.shape)}, but "
+            f"{before} in the first run"
         )
     one.last_run = run
     return one
@@ -441,7 +439,7 @@ def _pair(item: object) -> tuple[str, torch.Tensor | None]:
     """
     if not isinstance(item, tuple | list) or len(item) != 2 or not isinstance(item[0], str):
         shown = repr(item) if isinstance(item, str) else type(item).__name__
-        raise ConfigError(f"it must yield pairs of a name and a tensor, got {shown}")
+        raise ConfigError(f"the exporter must yield pairs of a name and a tensor, got {shown}")
     name, tensor = item
     if tensor is not None and (not isinstance(tensor, torch.Tensor) or tensor.is_meta):
         what = (
@@ -449,7 +447,7 @@ def _pair(item: object) -> tuple[str, torch.Tensor | None]:
             if isinstance(tensor, torch.Tensor)
             else f"a {type(tensor).__name__}"
         )
-        raise ConfigError(f"it must yield tensors with memory, got {what} for {name!r}")
+        raise ConfigError(f"the exporter must yield tensors with memory, got {what} for {name!r}")
     return name, tensor
 
 

@@ -219,7 +219,7 @@ def _check_plain(held: HeldTensor) -> None:
     if type(tensor.detach()) is not torch.Tensor:
         raise UnsupportedLayout(
             f"parameter {name!r} must be a plain tensor, got {type(tensor.detach()).__name__}: Windlass cannot "
-            "name the values of tensor subclasses, such as fp8 values with scales; keep parameters in bfloat16 or float32"
+            "publish a tensor subclass, such as fp8 values with scales; keep parameters in bfloat16 or float32"
         )
     refuse_strided({name: tensor})
 
@@ -389,8 +389,8 @@ def _main_param(name: str, parameter: torch.Tensor) -> torch.Tensor:
     extra = parameter.__dict__
     if extra.get("main_param_sharded"):
         raise UnsupportedLayout(
-            f"use_main_params: parameter {name!r}: the distributed optimizer keeps its fp32 copy as flat "
-            "ranges, which are not a box of a tensor; publish the model parameters"
+            f"use_main_params must be False, because the distributed optimizer keeps the fp32 copy of {name!r} as flat "
+            "ranges, which are no boxes of a tensor, got True; publish the model parameters"
         )
     main: torch.Tensor | None = extra.get("main_param")
     if main is None and parameter.dtype is not torch.float32:
@@ -483,13 +483,13 @@ def _geometry(config: object, vocab_size: int) -> Geometry:
     values = vars(config)
     if not values["gated_linear_unit"]:
         raise UnsupportedLayout(
-            "gated_linear_unit must be True with family, whose naming tables describe only gated MLPs, got False; pass "
-            "exporter in place of family"
+            "gated_linear_unit must be True, because naming tables describe only gated MLPs, got False; pass `exporter` "
+            "instead of `family`"
         )
     if values.get("attention_output_gate"):
         raise UnsupportedLayout(
-            "attention_output_gate must be False with family, whose naming tables describe only attention without a "
-            "gate, got True; pass exporter in place of family"
+            "attention_output_gate must be False, because naming tables describe only attention without a gate, got "
+            "True; pass `exporter` instead of `family`"
         )
     heads = int(values["num_attention_heads"])
     groups = int(values["num_query_groups"] or heads)

@@ -302,7 +302,7 @@ class RemoteSGLangEngine(PlainServers, sglang_remote.RemoteSGLangEngine):  # typ
 
 
 def require_v1(config: TrainEngineConfig | InferenceEngineConfig) -> None:
-    """Check that AReaL's first controller is used.
+    """Check that the configuration selects version v1 of AReaL's controller.
 
     Raises:
         ConfigError: `config` selects another version.

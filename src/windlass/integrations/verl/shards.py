@@ -94,15 +94,17 @@ class _Shards:
         for name, shard, _ in exported:
             if name not in left or shard.shape != self._copies[name].shape:
                 raise UnsupportedLayout(
-                    f"parameter {name!r}: verl must export the same shards as for the first update, got shape "
-                    f"{tuple(shard.shape)}"
+                    f"verl must export the same parameters and shapes in every update, got {name!r} of shape "
+                    f"{tuple(shard.shape)}, unlike in the first update"
                 )
             left.remove(name)
             copy = self._copies[name]
             copy.untyped_storage().resize_(copy.nbytes)
             copy.copy_(shard)
         if left:
-            raise UnsupportedLayout(f"verl must export {sorted(left)}, as for the first update")
+            raise UnsupportedLayout(
+                f"verl must export the same parameters in every update, got no {sorted(left)}"
+            )
 
     @property
     def is_free(self) -> bool:
@@ -119,12 +121,12 @@ def _described(name: str, shard: torch.Tensor, spec: ShardSpec) -> torch.Tensor:
     """Return a view of the flat tensor `shard` in its original shape, as a `DTensor` if the parameter has a mesh.
 
     Raises:
-        UnsupportedLayout: `spec` contains more than placements of torch: the parameter needs a conversion.
+        UnsupportedLayout: according to `spec`, the parameter must be converted to its form in the checkpoint.
     """
     if any(extra is not None for extra in (spec.place, spec.to_hf_chunk, spec.hf_slots)):
         raise UnsupportedLayout(
-            f"parameter {name!r}: verl's engine must export it under its checkpoint name with torch's placements (as the "
-            "FSDP engine does), got a parameter that needs a conversion; use backend=windlass"
+            f"parameter {name!r}: verl's engine must export parameters as they are in the checkpoint (as the FSDP engine "
+            "does), got a parameter that must be converted; set checkpoint_engine.backend=windlass"
         )
     if spec.mesh is None:
         return shard.view(spec.full_shape)
@@ -290,7 +292,7 @@ def _refuse_manager() -> NoReturn:
     """Raise ConfigError, because verl uses this checkpoint engine without `ShardCheckpointManager`."""
     raise ConfigError(
         f"checkpoint_engine.backend={BACKEND} needs rollout.checkpoint_manager_class="
-        "windlass.integrations.verl.ShardCheckpointManager, and a trainer of verl that reads this option"
+        "windlass.integrations.verl.ShardCheckpointManager, and a verl trainer that reads this option"
     )
 
 

@@ -89,7 +89,8 @@ class ColocatedEngine:
         ranks = TrainerRanks.of_process()
         if ranks.world_size % self.num_ranks:
             raise ConfigError(
-                f"llm: the number of its ranks must divide the {ranks.world_size} trainer ranks, got {self.num_ranks}"
+                f"llm: the number of engine ranks must divide the number of trainer ranks, got {self.num_ranks} engine ranks "
+                f"and {ranks.world_size} trainer ranks"
             )
         self._settings = AgentSettings(
             name=_name_of(ranks.rank // self.num_ranks),
