@@ -251,7 +251,7 @@ def test_an_ending_peer_with_closed_segments_is_unreachable() -> None:
         ("import fcntl; fcntl.F_ADD_SEALS = fcntl.F_GET_SEALS", "sealed"),
         (
             "os.posix_fallocate = lambda file, start, n: os.ftruncate(file, n + (1 << 40))",
-            "all of its pages",
+            "must be allocated",
         ),
     ],
     ids=["unsealed", "sparse"],

@@ -179,7 +179,9 @@ def submit(pool: Executor, job: Callable[[*Arguments], T], /, *args: *Arguments)
         return pool.submit(job, *args)
     except RuntimeError as error:
         lost: Future[T] = Future()
-        lost.set_exception(TransferOutcomeUnknown(f"the job may still start: {error}"))
+        lost.set_exception(
+            TransferOutcomeUnknown(f"no thread could start; the queued job may still run: {error}")
+        )
         return lost
 
 

@@ -583,7 +583,7 @@ def check_lockable(nbytes: int, purpose: str) -> None:
     needed = int(_status("VmPin")) * 1024 + nbytes
     if needed > limit:
         raise RegionError(
-            f"{purpose}: the limit of locked memory must be >= {needed} bytes, got {limit}; see ulimit -l"
+            f"{purpose}: the limit of locked memory must be >= {needed} bytes, got {limit}; raise it (`ulimit -l`)"
         )
 
 

@@ -341,7 +341,7 @@ def _open(path: str, target: str) -> _MappedSegment:
         # A write to a missing page would allocate the page for this process, so a malicious owner could make
         # this process allocate any amount of memory.
         if found.st_blocks * 512 < found.st_size:
-            raise RegionError(f"shm: the segment at {path} must have all of its pages")
+            raise RegionError(f"shm: all pages of the segment at {path} must be allocated")
         # MAP_POPULATE maps all pages now. Otherwise the first write would cause a page fault for each page.
         mapping = mmap.mmap(handle, 0, flags=mmap.MAP_SHARED | mmap.MAP_POPULATE)
     except (OSError, ValueError) as error:
