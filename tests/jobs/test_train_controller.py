@@ -123,7 +123,7 @@ async def check_lost_tensors(controller: TrainController) -> None:
     lost = msgspec.structs.replace(sample(1.0), tensors={"features": tensor})
     groups = [*GROUPS, [lost]]
     assert await controller.take_tensors(7, groups, deadline_s=30) == {"key"}
-    with pytest.raises(TrainerError, match="train_step: 1 tensors of step 7 are lost"):
+    with pytest.raises(TrainerError, match="the ranks could not fetch 1 tensor of step 7"):
         await controller.train_step(7, groups, deadline_s=30)
     own = SampleTensor.of(list(range(1 << 15)), per_token=False)
     large = [[msgspec.structs.replace(sample(1.5), tensors={"own": own})], *GROUPS]

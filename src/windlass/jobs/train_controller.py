@@ -309,8 +309,8 @@ class TrainController:
             lost = await self.take_tensors(step, whole, deadline_s=deadline_s)
             if lost:
                 raise TrainerError(
-                    f"train_step: the ranks could not fetch {counted(len(lost), 'tensor')} of step {step}, because rollout workers "
-                    "have ended or freed the memory"
+                    f"train_step: the ranks could not fetch {counted(len(lost), 'tensor')} of step {step}, because the holders "
+                    "(usually rollout workers) have ended, have freed the memory, or are not connected"
                 )
         are_taken, self._are_taken, self._looked_at = self._are_taken, False, None
         shards = [whole[index::size] for index, size in self._shard_indices()]
