@@ -83,7 +83,7 @@ class Registry(Generic[T]):
             value: object = found[0].load()
         except Exception as error:
             raise self.unavailable(
-                f"{self.noun} {name!r} of {owners[0]} must be importable: {found[0].value}: "
+                f"{self.noun} {name!r} of {owners[0]} must be importable, but {found[0].value} raised "
                 f"{type(error).__name__}: {error}"
             ) from error
         if not isinstance(value, self.kind):

@@ -75,8 +75,11 @@ def test_two_plugins_of_one_name_are_refused_with_both_distributions(site: Path)
     ("code", "says"),
     [
         ("COMMAND = 3\n", r"must be a windlass\.cli\.Command, got int"),
-        ("import no_such_module\n", r"must be importable: broken:COMMAND: ModuleNotFoundError"),
-        ("", r"must be importable: broken:COMMAND: AttributeError"),
+        (
+            "import no_such_module\n",
+            r"must be importable, but broken:COMMAND raised ModuleNotFoundError",
+        ),
+        ("", r"must be importable, but broken:COMMAND raised AttributeError"),
     ],
 )
 def test_a_bad_plugin_is_refused_with_its_distribution(

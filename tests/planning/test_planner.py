@@ -175,7 +175,7 @@ def test_a_tie_of_two_shapes_is_refused() -> None:
 
 
 def test_a_missing_tensor_names_tensor_and_destination() -> None:
-    with pytest.raises(IncompleteCoverage, match="'v' of engine has no source"):
+    with pytest.raises(IncompleteCoverage, match="no source has these tensors of engine: 'v'"):
         plan_transfer([rank("t", FULL)], [rank("engine", FULL, tensor="v")])
 
 

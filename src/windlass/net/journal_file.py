@@ -294,7 +294,7 @@ def read_entries(
                 break
             try:
                 if is_torn or not is_sound:
-                    raise ValueError("it is damaged: its checksum is missing or wrong")  # noqa: TRY301
+                    raise ValueError("the checksum is missing or wrong")  # noqa: TRY301
                 entries.append(decoder.decode(line))
             except (*DECODE_ERRORS, ValueError) as error:
                 raise ConfigError(f"journal {path}: line {number + 1}: {error}") from error

@@ -17,6 +17,7 @@ from windlass.layout.manifest import ShardManifest, ShardTable
 from windlass.layout.naming.patterns import as_argument, renaming, said
 from windlass.layout.quantization import require_supported
 from windlass.planning.plan import DTYPES, Transform
+from windlass.wording import counted
 
 _DTYPE_INDEX = {dtype: index for index, dtype in enumerate(DTYPES)}
 
@@ -250,7 +251,7 @@ def _refuse_missing(manifests: Sequence[ShardManifest], names: TensorNames) -> N
     shapes = dict(zip(names.names, names.shapes, strict=True))
     there = {name: shape for name, shape in shapes.items() if name not in needed}
     matched = shapes.keys() - there.keys() - missing
-    others = f" and {len(workers) - 1} more" if len(workers) > 1 else ""
+    others = f" and {counted(len(workers) - 1, 'more rank')}" if len(workers) > 1 else ""
     advice = renaming({name: shapes[name] for name in missing}, there, matched)
     if not there:
         advice = (
@@ -259,8 +260,7 @@ def _refuse_missing(manifests: Sequence[ShardManifest], names: TensorNames) -> N
             f"keep={as_argument(sorted(missing))}"
         )
     raise IncompleteCoverage(
-        f"{said(missing)} of {workers[0]}{others} {'has' if len(missing) == 1 else 'have'} no source"
-        f"{advice}"
+        f"no source has these tensors of {workers[0]}{others}: {said(missing)}{advice}"
     )
 
 
