@@ -104,7 +104,8 @@ class RoundDriver:
             finally:
                 self._on_phase(Phase.DONE)
             report = finish.report
-            _log.info("round %s in %.3f s %s", report.outcome.value, report.update_s, report.reason)
+            why = f": {report.reason}" if report.reason else ""
+            _log.info("round %s in %.3f s%s", report.outcome.value, report.update_s, why)
         return finish
 
     async def _run(self) -> Finish:

@@ -52,7 +52,9 @@ def report_cannot_join(url: str, token: str, engine: str, reason: str) -> None:
         asyncio.run(report())
     # OSError includes TimeoutError.
     except (OSError, aiohttp.ClientError) as error:
-        raise PeerUnreachable(f"controller {url}: {type(error).__name__}: {error}") from error
+        raise PeerUnreachable(
+            f"the report did not reach controller {url}: {type(error).__name__}: {error}"
+        ) from error
 
 
 @final

@@ -358,7 +358,8 @@ class Fleet:
         manifest = ShardManifest.decode(hello.manifest)
         if (manifest.worker, manifest.role) != (hello.worker, hello.role):
             raise ManifestError(
-                f"{hello.worker}: must send its own manifest, got the manifest of {manifest.role} {manifest.worker}"
+                f"{hello.worker}: the manifest must be of {hello.role} {hello.worker}, got the manifest of {manifest.role} "
+                f"{manifest.worker}"
             )
         names = [offer.transport for offer in hello.offers]
         if not names or len(set(names)) < len(names):

@@ -140,7 +140,7 @@ class Members:
             there,
             deadline_s,
             lambda: (
-                f"wait_for_fleet: not connected after {deadline_s} s: {', '.join(missing().values())}"
+                f"wait_for_fleet: still missing after {deadline_s} s: {', '.join(missing().values())}"
             ),
         )
 
@@ -170,8 +170,8 @@ class Members:
             served,
             deadline_s,
             lambda: (
-                f"wait_for_version: version {version} must be published and served within {deadline_s} s; the "
-                f"published version is {fleet.published}, and of the named engines these do not serve it: "
+                f"wait_for_version: version {version} must be published, and all of `engines` must serve the published "
+                f"version, within {deadline_s} s; the published version is {fleet.published}; engines without this version: "
                 f"{', '.join(behind()) or 'none'}"
             ),
         )

@@ -314,10 +314,10 @@ class CatchUps:
         attempts.due_s = asyncio.get_running_loop().time() + delay_s
         if num_failed >= MAX_ATTEMPTS:
             _log.warning(
-                "catch-up of %s failed, no further attempt for this version: %s", name, reason
+                "catch-up (%s) failed, no further attempt for this version: %s", name, reason
             )
             return
-        _log.warning("catch-up of %s failed, next attempt in %g s: %s", name, delay_s, reason)
+        _log.warning("catch-up (%s) failed, next attempt in %g s: %s", name, delay_s, reason)
         if (waiting := self._waiting.get(name)) is not None:
             # This task waits to repeat an attempt for an earlier version.
             waiting.cancel()

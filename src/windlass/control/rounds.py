@@ -322,7 +322,9 @@ class RoundMachine:
                 self._on_written(worker, result)
             case Verify(), Verified():
                 if not self._links.verify(worker, result.mismatched):
-                    reason = f"{worker}: reported wrong bytes from workers that have no link to it"
+                    reason = (
+                        f"{worker} reported wrong bytes from workers without a link to this rank"
+                    )
                     self._drop(self.engines.of[worker], reason)
             case Prepare(), Prepared() if worker in self._digested:
                 self._on_prepared(worker, command, result)

@@ -110,7 +110,7 @@ class Run:
             known = hello.role is Role.TRAINER and not (self.journal.is_kept or self.has_bound)
             known &= fleet.published < 0 or hello.lineage == fleet.lineage
         if known and version > fleet.published:
-            _log.info("%s says that version %s is published", hello.worker, version)
+            _log.info("%s reports that version %s is published", hello.worker, version)
             fleet.publish(version, hello.lineage)
             self.reserved = max(self.reserved, version)
 

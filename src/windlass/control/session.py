@@ -122,4 +122,8 @@ def describe(result: Result | WindlassError) -> str:
     """Return a one-line description of a failed or unexpected result."""
     if isinstance(result, Failure):
         return result.message
-    return str(result) if isinstance(result, WindlassError) else f"answered {type(result).__name__}"
+    return (
+        str(result)
+        if isinstance(result, WindlassError)
+        else f"unexpected answer {type(result).__name__}"
+    )
