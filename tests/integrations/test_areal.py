@@ -251,12 +251,14 @@ def test_wrong_settings_are_refused_with_the_reason(tmp_path: Path) -> None:
         "actor.backend to fsdp"
     )
     lora = (
-        "use_lora: must be False with Windlass, got True; AReaL requests a new adapter name in each version, which a "
-        "server must load from files: train all weights, or leave out install() and set weight_update_mode to disk"
+        "use_lora: must be False with Windlass, got True; AReaL gives the adapter a new name in each version, and "
+        "servers load new adapters only from files. Train all weights, or leave out install() and set weight_update_mode "
+        "to disk"
     )
     disk = (
-        "weight_update_mode: must be xccl with Windlass, got disk; AReaL demands disk if the actor and the servers share "
-        "GPUs (scheduling target): give them GPUs of their own and set weight_update_mode to xccl, or leave out install()"
+        "weight_update_mode: must be xccl with Windlass, got disk; AReaL demands disk if the actor shares GPUs with the "
+        "servers (a scheduling `target`). Give them separate GPUs and set weight_update_mode to xccl, or leave out "
+        "install()"
     )
     assert refused == {
         "lora": lora,

@@ -45,7 +45,7 @@ class Rendezvous:
     def __init__(self, host: str, deadline_s: float) -> None:
         from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
-        # Without its own listener, TCPStore listens on every address of the host.
+        # If TCPStore creates the listener, it listens on every address of the host.
         listener = listen(host, 0, "rendezvous")
         self.port = int(listener.getsockname()[1])
         try:

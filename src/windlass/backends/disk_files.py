@@ -85,8 +85,8 @@ def write_shards(
         folder: shared folder.
         version: version of the weights.
         manifest: layout of the rank's parameters.
-        addresses: address of each parameter, in manifest order. Address 0 means that no engine needs the parameter, and
-            that its layout has changed since the manifest was made. The file does not contain such a parameter.
+        addresses: address of each parameter, in manifest order. The address is 0 if the parameter's layout has changed
+            since the manifest was made. No engine needs such a parameter, and the file does not contain it.
         memory: memory of the parameters.
 
     Raises:

@@ -357,9 +357,7 @@ class PushUpdates:
             async with asyncio.timeout(asked.deadline_s):
                 return CallbackAnswer(members=await self.carry_out(asked))
         except TimeoutError:
-            error = (
-                f"PeerTimeout: {type(asked.call).__name__}: not done within {asked.deadline_s} s"
-            )
+            error = f"PeerTimeout: the controller did not finish {type(asked.call).__name__} within {asked.deadline_s} s"
         except WindlassError as caught:
             error = f"{type(caught).__name__}: {caught}"
         if push is not None and push is self._latest and not isinstance(asked.call, MembersCall):

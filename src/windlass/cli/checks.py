@@ -270,7 +270,7 @@ def _network_cards() -> Finding:
         status, found = LIMITED, "no device: mooncake and nixl use TCP between hosts"
         remedy = "expose /dev/infiniband to this container, if the host has cards"
     elif not any(os.access(p, os.R_OK | os.W_OK) for p in VERBS_FOLDER.glob("uverbs*")):
-        status, found = FAILS, f"{found}; this user may open no /dev/infiniband/uverbs*"
+        status, found = FAILS, f"{found}; this user cannot open any /dev/infiniband/uverbs*"
         remedy = (
             "expose /dev/infiniband to this container, and give this user read and write access"
         )
@@ -278,7 +278,7 @@ def _network_cards() -> Finding:
         status, found = FAILS, f"{found}: no port is active"
         remedy = "check the cable, the switch and `ip link`"
     elif any(state != "ACTIVE" for state in said.values()):
-        status, remedy = LIMITED, "set `device` of mooncake and nixl to active ports' devices"
+        status, remedy = LIMITED, "set `device` of mooncake and nixl to devices with an active port"
     return Finding("RDMA", status, found, remedy)
 
 

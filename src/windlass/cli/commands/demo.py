@@ -418,7 +418,7 @@ def _check_compare(args: argparse.Namespace, *, is_server: bool) -> None:
         )
     if args.scheduler != "local":
         raise ConfigError(
-            f"demo: --scheduler must be local with --compare, whose second job runs on this host, got {args.scheduler!r}"
+            f"demo: --scheduler must be local with --compare, because the second job runs on this host, got {args.scheduler!r}"
         )
 
 

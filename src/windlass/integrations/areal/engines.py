@@ -42,12 +42,12 @@ __all__ = ["FSDPEngine", "FSDPPPOActor", "install"]
 DEADLINE_S = 600.0
 """Deadline in seconds for all servers to join, and then for each version."""
 _NO_LORA = (
-    "; AReaL requests a new adapter name in each version, which a server must load from files: train all weights, or leave "
-    "out install() and set weight_update_mode to disk"
+    "; AReaL gives the adapter a new name in each version, and servers load new adapters only from files. Train all "
+    "weights, or leave out install() and set weight_update_mode to disk"
 )
 _NO_DISK = (
-    "; AReaL demands disk if the actor and the servers share GPUs (scheduling target): give them GPUs of their own and set "
-    "weight_update_mode to xccl, or leave out install()"
+    "; AReaL demands disk if the actor shares GPUs with the servers (a scheduling `target`). Give them separate GPUs "
+    "and set weight_update_mode to xccl, or leave out install()"
 )
 
 

@@ -126,7 +126,7 @@ class ColocatedEngine:
         if engine.has_unfinished_requests():
             raise ConfigError(
                 f"send_weights: the engine must have no unfinished requests, got {engine.get_num_unfinished_requests()}; "
-                "call it between two calls of generate"
+                "call send_weights between two calls of generate"
             )
         # With asynchronous scheduling, the queue may still contain a step of finished requests.
         while self._core.batch_queue:
