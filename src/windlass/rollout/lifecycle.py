@@ -365,7 +365,7 @@ class Lifecycle:
             record,
             RolloutError(
                 f"rollout {record.task_id}: rejected {record.rejections} times "
-                f"(max_rejections={self._config.max_rejections}), last: {reason}"
+                f"(max_rejections={self._config.max_rejections}); newest reason: {reason}"
             ),
         )
 
@@ -474,7 +474,7 @@ class Lifecycle:
             record,
             RolloutError(
                 f"rollout {record.task_id}: failed {record.failures} times "
-                f"(max_attempts={self._config.max_attempts}), last: {record.last_error}"
+                f"(max_attempts={self._config.max_attempts}); newest error: {record.last_error}"
             ),
         )
         return True
@@ -785,15 +785,13 @@ class Lifecycle:
 
     def _expire(self, record: Record) -> None:
         """Fail a rollout whose overall deadline `deadline_s` passed."""
-        where = f"state {record.state.value}"
         if record.state is State.RUNNING:
-            where = f"attempt {record.attempt} on engine {record.engine}"
             self._withdraw(record)
         self._fail(
             record,
             PeerTimeout(
-                f"rollout {record.task_id}: deadline_s={record.work.deadline_s} passed in {where}; newest error: "
-                f"{record.last_error or 'none'}"
+                f"rollout {record.task_id}: deadline_s={record.work.deadline_s} passed in attempt "
+                f"{record.attempt} on engine {record.engine}; newest error: {record.last_error or 'none'}"
             ),
         )
 

@@ -441,7 +441,7 @@ class RewardPool:
         ending.add_done_callback(self._ends.discard)
 
     async def _start(self) -> RewardProcess:
-        """Start a process to replace an ended process; raise `RewardError` if it does not start."""
+        """Return a new process, because no process is idle; raise `RewardError` if it does not start."""
         try:
             started = await RewardProcess.start(self._config)
         except (ConfigError, OSError) as error:

@@ -18,7 +18,7 @@ MAX_END_TOKENS = 16
 """Longest run of tokens that both the model and the chat template put at the end of an answer, such as an end token.
 `_joined` searches no longer run."""
 
-REWRITES = "the chat template renders earlier messages in another way after the new messages"
+REWRITES = "the chat template renders earlier messages differently if the new messages follow"
 OTHER_HISTORY = "the messages do not continue an earlier answer of this session"
 OTHER_TEXT = "the prompt does not continue an earlier answer of this session"
 """Like `REWRITES` and `OTHER_HISTORY`, a reason in `Prompt.branch`: this one is for a prompt of text."""
