@@ -13,6 +13,8 @@ from windlass.config import PauseMode
 from windlass.control.engine_agent import EngineAgent
 from windlass.control.messages import Abort, Pause, Publish
 from windlass.engines.capture.description import Captured
+from windlass.engines.capture.memory import Watched
+from windlass.engines.capture.mirrors import Later
 from windlass.engines.engine_rank import RankHooks
 from windlass.engines.quiesce_gate import QuiesceGate
 from windlass.errors import PeerTimeout
@@ -107,6 +109,24 @@ def test_a_pause_of_a_loop_that_is_not_held_fails_by_its_deadline() -> None:
         pytest.raises(PeerTimeout, match=r"not quiesced after 0\.2 s"),
     ):
         agent.handle(Pause(PauseMode.IN_PLACE, 0.2), epoch=1, round_number=1)
+
+
+def test_failed_search_for_copies_releases_the_loop() -> None:
+    """The search reads the engine's own objects, and these may raise any exception."""
+    module = torch.nn.Linear(4, 4)
+    manifest = describe_module(module, "engine/0", Role.ENGINE)
+    later = Later(Watched(module, frozenset()), ["weight"], ["weight", "bias"], {})
+    captured = Captured(manifest, (), (), (), (), later=later)
+    gate = QuiesceGate()
+    hooks = RankHooks(captured, gate, None)
+    # torch refuses to read a parameter that has no memory yet.
+    module.scale = torch.nn.UninitializedParameter()
+    with loop(gate) as held:
+        with pytest.raises(ValueError, match="uninitialized parameter"):
+            hooks.pause("1.1", PauseMode.IN_PLACE, SECONDS)
+        held.join(SECONDS / 2)
+        assert not held.is_alive()
+    assert not hooks.in_round
 
 
 def test_a_held_loop_without_a_round_continues_after_its_deadline() -> None:

@@ -142,7 +142,8 @@ class RankHooks:
             self._gate.wait(pause_id, deadline_s)
             if self._captured is not None and self._looks:
                 self._look(self._captured)
-        except WindlassError:
+        # The search reads the engine's own objects, which may raise any exception.
+        except BaseException:
             self._gate.end()
             self.in_round = False
             raise
