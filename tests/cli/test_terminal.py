@@ -14,6 +14,7 @@ import re
 import socket
 import subprocess
 import sys
+import threading
 import time
 from itertools import pairwise
 from pathlib import Path
@@ -240,6 +241,31 @@ def test_status_of_a_silent_controller_does_not_advise_status(
     assert f"PeerTimeout: {url}: no answer within 0.2 s" in said
     assert "next: check that a controller runs at this address, or set a longer" in said
     assert "windlass status" not in said.partition(":")[2]
+
+
+def test_status_watch_names_the_silence_that_ended_it(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The controller answers and then falls silent. A longer `--deadline-s` would not help."""
+    monkeypatch.setenv("WINDLASS_TOKEN", TOKEN)
+    monkeypatch.setattr("windlass.cli.controller.HEARTBEAT_S", 0.1)
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        url = f"http://127.0.0.1:{server.getsockname()[1]}"
+
+        def answer() -> None:
+            with server.accept()[0] as connection:
+                connection.recv(1 << 16)
+                connection.sendall(b"HTTP/1.1 200 OK\r\n\r\n: still here\n\n")
+                # The client closes the connection after its error.
+                connection.recv(1 << 16)
+
+        thread = threading.Thread(target=answer)
+        thread.start()
+        assert main(["status", url, "--watch", "--deadline-s", "9"]) == 2
+        thread.join()
+    said = capsys.readouterr().err
+    assert f"PeerTimeout: {url}: the controller sent nothing for 0.3 s" in said
+    assert "--deadline-s" not in said
 
 
 def test_a_call_without_a_command_lists_all_commands(capsys: pytest.CaptureFixture[str]) -> None:

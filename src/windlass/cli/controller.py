@@ -70,20 +70,27 @@ async def follow_overview(
         PeerUnreachable: the connection broke, or the controller did not answer.
         WindlassError: any other error of `fetch_overview`.
     """
-    with _errors_of(url, deadline_s):
-        async with (
-            open_http(token, to_controller=True, many_connections=True) as session,
-            asyncio.timeout(deadline_s) as timeout,
-            session.get(f"{url}/v1/events") as answer,
-        ):
-            await _check(url, answer)
-            loop, frame = asyncio.get_running_loop(), b""
-            while chunk := await answer.content.readany():
-                timeout.reschedule(loop.time() + 3 * HEARTBEAT_S)
-                *frames, frame = (frame + chunk).split(b"\n\n")
-                for whole in frames:
-                    if whole.startswith(b"data: "):
-                        yield _decode(url, whole[6:])
+    longest_s, has_begun = 3 * HEARTBEAT_S, False
+    try:
+        with _errors_of(url, deadline_s):
+            async with (
+                open_http(token, to_controller=True, many_connections=True) as session,
+                asyncio.timeout(deadline_s) as timeout,
+                session.get(f"{url}/v1/events") as answer,
+            ):
+                await _check(url, answer)
+                loop, frame = asyncio.get_running_loop(), b""
+                while chunk := await answer.content.readany():
+                    has_begun = True
+                    timeout.reschedule(loop.time() + longest_s)
+                    *frames, frame = (frame + chunk).split(b"\n\n")
+                    for whole in frames:
+                        if whole.startswith(b"data: "):
+                            yield _decode(url, whole[6:])
+    except PeerTimeout:
+        if has_begun:
+            raise PeerTimeout(f"{url}: the controller sent nothing for {longest_s:g} s") from None
+        raise
 
 
 async def _check(url: str, answer: aiohttp.ClientResponse) -> None:
