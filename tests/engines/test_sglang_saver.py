@@ -62,7 +62,7 @@ class Rank:
             manifest=SimpleNamespace(
                 parameters=[SimpleNamespace(nbytes=weight.nbytes, padding_nbytes=0)]
             ),
-            addresses=[weight.data_ptr()], repacked=(), recomputed=(), look=lambda: None,
+            addresses=[weight.data_ptr()], repacks=(), roundings=(), recompute=None, look=lambda: None,
         )  # fmt: skip
         self.hooks = SimpleNamespace(turn=threading.Lock(), in_round=False)
         self.state, self.gate, self.num_outdated = RankSleep(), QuiesceGate(), 0

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
+import pytest
 import torch
 from safetensors.torch import save_file
 
@@ -58,3 +59,38 @@ def test_only_memory_that_an_update_writes_completely_is_filled(tmp_path: Path) 
     assert [*unfilled_ranges(captured, [(whole, after)])] == []
     for begin, end in ((start, start + 8), (stop - 8, stop)):
         assert [*unfilled_ranges(captured, [(begin, end)])] == [(begin, begin, end)]
+
+
+class Rebuilt(torch.nn.Module):
+    """Model whose loader doubles, rounds or squares checkpoint tensors. The last row of each `padded_*` is padding."""
+
+    def __init__(self, names: Iterable[str]) -> None:
+        super().__init__()
+        for name in names:
+            for prefix, rows in (("whole", 4), ("padded", 5)):
+                memory = torch.zeros(rows, 6, dtype=torch.bfloat16)
+                self.register_buffer(f"{prefix}_{name}", memory)
+
+    def load(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
+        for name, tensor in weights:
+            value = tensor.bfloat16()
+            if name != "rounded":
+                value = value * 2 if name == "doubled" else value * value
+            for prefix in ("whole", "padded"):
+                self.get_buffer(f"{prefix}_{name}")[:4] = value
+
+
+@pytest.mark.parametrize("names", [("doubled", "rounded"), ("squared",)])
+def test_padding_is_not_filled_although_its_tensor_is_computed_again(
+    names: tuple[str, ...], tmp_path: Path
+) -> None:
+    """Updates write buffers of these tensors; engines pad tensors, for example the slots of adapters."""
+    dtypes = {name: torch.float16 if name == "rounded" else torch.bfloat16 for name in names}
+    tensors = {name: torch.zeros(4, 6, dtype=dtype) for name, dtype in dtypes.items()}
+    save_file(tensors, tmp_path / "model.safetensors")
+    model, specs = Rebuilt(names), checkpoint_specs(tmp_path)
+    captured = capture(model, specs, model.load, worker="engine/0", factors=(2.0,))
+    computed = {*captured.repacked, *captured.recomputed} - {"loader/squared"}
+    assert computed == {f"{prefix}_{name}" for name in names for prefix in ("whole", "padded")}
+    found = [holding.name for holding in unfilled(captured, held_by(model).values())]
+    assert sorted(found) == [f"padded_{name}" for name in names]

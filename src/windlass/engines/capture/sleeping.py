@@ -38,17 +38,29 @@ def shortage_of(tags: Collection[str], needed: int, free: int | None) -> str:
 
 
 def unfilled(captured: Captured, held: Iterable[Holding]) -> Iterator[Holding]:
-    """Yield the tensors of `held` that an update neither writes nor computes again. Sleep must save these tensors.
+    """Yield the tensors of `held` with elements that an update neither writes nor computes again. Sleep must save them.
 
     Args:
         captured: the rank's captured layout.
         held: tensors of the rank's models.
     """
     received = {*_filled(captured)}
-    written = {*captured.repacked, *captured.recomputed}
+    loaded = {*_loaded_whole(captured)}
+    num_copied = {repack.name: len(repack.places) for repack in captured.repacks}
+    for rounding in captured.roundings:
+        if not rounding.in_place:
+            num_copied[rounding.name] = sum(target.numel() for target in rounding.targets)
     for holding in held:
-        if holding.name not in written and (holding.address, holding.nbytes) not in received:
+        is_computed = holding.name in loaded or num_copied.get(holding.name) == holding.reach
+        if not is_computed and (holding.address, holding.nbytes) not in received:
             yield holding
+
+
+def _loaded_whole(captured: Captured) -> Iterator[str]:
+    """Yield the names of the tensors that the engine's loader writes again after an update, if they have no padding."""
+    if captured.recompute is not None:
+        unwritten = captured.recompute.unwritten
+        yield from (name for name in captured.recomputed if not unwritten.get(name))
 
 
 def unfilled_ranges(
