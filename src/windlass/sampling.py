@@ -52,7 +52,8 @@ class SamplingParams(msgspec.Struct, frozen=True, gc=False, kw_only=True, omit_d
         priority: priority of the request; 0 if the engine does not schedule by priority. vLLM (`--scheduling-policy priority`)
             handles lower numbers first. SGLang (`--enable-priority-scheduling`) handles higher numbers first.
         min_new_tokens: number of tokens before which no end token or stop token is sampled.
-        stop: generation ends after any of these texts. The engine needs a tokenizer.
+        stop: generation ends after any of these texts. The engine needs a tokenizer. SGLang and the embedded engine also end
+            if the answer has fewer than `min_new_tokens` tokens; vLLM then continues.
         json_schema, regex, ebnf, choice: JSON schema as text, regular expression, grammar in EBNF, or texts, one of which the
             answer must match. Only one of them, and only with vLLM and SGLang. If an update aborts the answer, the
             answer is generated again from the prompt.
