@@ -273,3 +273,31 @@ def test_a_pause_fails_if_the_weights_find_no_memory(
         hooks.resume(DEADLINE_S)
         assert not rank.paused()
         assert seen == [RESUME, RESUME, "/update_weight_version", RESUME]
+
+
+@pytest.mark.usefixtures("group")
+@pytest.mark.parametrize(
+    ("mode", "sent"),
+    [
+        (PauseMode.RETRACT, [RELEASE]),
+        (PauseMode.ABORT, ["/pause_generation", RELEASE, "/continue_generation"]),
+    ],
+)
+def test_refused_sleep_ends_only_its_own_pause(
+    mode: PauseMode, sent: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A framework may have paused the server. Its pause lasts until the framework ends it."""
+    rank, seen = Rank(monkeypatch), list[str]()
+    rank.hooks.in_round = True
+
+    def answer(path: str, _body: bytes) -> tuple[int, bytes]:
+        seen.append(path)
+        refusal = rank.ask("release") if path == RELEASE else ""
+        return (400, refusal.encode()) if refusal else (200, b'{"success": true}')
+
+    with answering(answer) as url:
+        server_sleep = ServerSleep(EngineHttp(url), rank.state)
+        with pytest.raises(WindlassError, match="an update runs"):
+            server_sleep.fall_asleep(mode, DEADLINE_S)
+    assert seen == sent
+    assert not rank.state.asleep

@@ -385,20 +385,22 @@ class ServerSleep:
 
         Raises:
             ConfigError: `mode` keeps the KV cache.
-            PeerUnreachable, PeerTimeout: the server did not pause, or a rank refused. If a rank refused, the server
-                generates again.
+            PeerUnreachable, PeerTimeout: the server did not pause, or a rank refused. The pause of this call, if any,
+                has then ended.
         """
         if mode is PauseMode.IN_PLACE:
             raise ConfigError(
                 "SGLang: sleep: mode must be abort or retract, because the KV cache is freed"
             )
         # In mode `retract`, the ranks themselves return running requests to the queue.
-        if mode is PauseMode.ABORT and not self._state.is_at_rest:
-            self._server.post("/pause_generation", {"mode": str(mode)}, deadline_s)
+        must_pause = mode is PauseMode.ABORT and not self._state.is_at_rest
         try:
+            if must_pause:
+                self._server.post("/pause_generation", {"mode": str(mode)}, deadline_s)
             self._server.post(RELEASE, {}, deadline_s)
         except WindlassError:
-            self._server.post("/continue_generation", {}, deadline_s)
+            if must_pause:
+                self._server.post("/continue_generation", {}, deadline_s)
             raise
 
     def come_to_rest(self, order: str, deadline_s: float | None) -> None:
