@@ -195,6 +195,30 @@ async def test_a_worker_that_acknowledges_no_tasks_gets_no_more(
     assert controller.stats().running == 2 * MAX_UNSAID + 1
 
 
+async def test_replaced_worker_gets_its_last_acknowledgement_and_no_task(
+    played: tuple[RolloutController, PlayedWorker],
+) -> None:
+    """Its successor gets the task that waits. The old process would run the task a second time."""
+    controller, worker = played
+    handle = controller.submit((0,), SAMPLING)
+    task = await worker.task()
+    for number in range(1, 2 * MAX_UNSAID):
+        controller.submit((number,), SAMPLING)
+        await worker.task()
+    waiting = controller.submit((9,), SAMPLING)
+    outcome = accepted(task.task_id, task.attempt, token=42)
+    await worker.socket.send_bytes(encode(CompletionBatch(1, (encode(outcome),))))
+    assert (await handle).output_ids == (42,)
+    successor = PlayedWorker(worker.stack, worker.url)
+    await successor.connect(incarnation="j")
+    await asyncio.wait_for(worker.reader, WITHIN_S)
+    assert worker.acknowledged.get_nowait() == 1
+    assert worker.tasks.empty()
+    resent = [await successor.task() for _ in range(2 * MAX_UNSAID)]
+    assert (9,) in {task.prompt_ids for task in resent}
+    assert not waiting.done()
+
+
 async def test_only_tasks_that_a_worker_lost_are_sent_again(
     played: tuple[RolloutController, PlayedWorker],
 ) -> None:

@@ -324,6 +324,7 @@ class RemoteWorker(Worker, Session[WriteTensors, TensorsWritten]):
             self.lost_timer.cancel()
         self._sender.cancel()
         await asyncio.gather(self._sender, return_exceptions=True)
+        self._outbox.clear()
         # Send the last acknowledgement, because a worker that ends waits for it.
         if self._acknowledged or self._cancelled or self._released:
             with contextlib.suppress(PeerUnreachable):
