@@ -166,6 +166,20 @@ async def test_engines_serve_copied_weights_unchanged_by_later_training(
     await with_controller(ControlConfig(), work)
 
 
+def test_weight_whose_merged_adapter_was_replaced_is_named() -> None:
+    model, wrapper = adapted()
+    wrapper.merge_adapter()
+    weights = describe_trainer(wrapper, group="trainer", name_map=base_names)
+    assert weights.watch is not None
+    weights.watch()
+    wrapper.unmerge_adapter()
+    wrapper.unload()
+    peft.get_peft_model(model, peft.LoraConfig(r=2, target_modules=["gate", "square"]))
+    assert weights.changed() in {
+        f"base_model.model.{layer}.base_layer.weight" for layer in ("gate", "square")
+    }
+
+
 async def test_weights_may_change_between_two_versions() -> None:
     def work(url: str) -> None:
         served = Model(-1000.0)

@@ -21,7 +21,7 @@ import sys
 import threading
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, field, fields, replace
 from typing import Any, cast, final
 
 import numpy as np
@@ -579,24 +579,26 @@ class _State:
     Attributes:
         tensors: per tensor, its address and the number of writes that torch has counted; (0, 0) for tensors that
             engines do not get.
-        merged: `id` of each PEFT layer with merged adapters, and the names of these adapters.
+        merged: `id` of each PEFT layer with merged adapters, and the names of these adapters -> path of the layer.
     """
 
     tensors: Sequence[tuple[int, int]] = ()
-    merged: frozenset[tuple[int, tuple[str, ...]]] = frozenset()
+    merged: Mapping[tuple[int, tuple[str, ...]], str] = field(default_factory=dict)
 
 
-def _merged(modules: Sequence[torch.nn.Module]) -> Iterator[tuple[int, tuple[str, ...]]]:
-    """Yield the `id` of each PEFT layer with merged adapters, and the names of these adapters.
+def _merged(
+    modules: Sequence[torch.nn.Module],
+) -> Iterator[tuple[tuple[int, tuple[str, ...]], str]]:
+    """Yield the items of `_State.merged`.
 
     The write counters of torch do not show a merge, because PEFT writes to `Tensor.data`.
     """
     if "peft" not in sys.modules:
         return
     for top in modules:
-        for module in top.modules():
+        for path, module in top.named_modules():
             if merged := vars(module).get("merged_adapters"):
-                yield id(module), tuple(merged)
+                yield (id(module), tuple(merged)), path
 
 
 @final
@@ -740,9 +742,11 @@ class LiveTensors:
             now = self._state(self._find())
             both = zip(self._parts, self._is_read, now.tensors, self._watched.tensors, strict=False)
             written = next((name for name, read, has, was in both if read and has != was), "")
-            if written or now.merged == self._watched.merged:
+            differing = now.merged.keys() ^ self._watched.merged.keys()
+            if written or not differing:
                 return written
-            return self._name_in(now.merged ^ self._watched.merged)
+            layers = {**self._watched.merged, **now.merged}
+            return self._name_in(next(path for key, path in layers.items() if key in differing))
 
     def _state(self, tensors: Sequence[torch.Tensor | None]) -> _State:
         counts = [
@@ -751,21 +755,12 @@ class LiveTensors:
             else (0, 0)
             for tensor, read in zip(tensors, self._is_read, strict=True)
         ]
-        return _State(counts, frozenset(_merged(self._modules)))
+        return _State(counts, dict(_merged(self._modules)))
 
-    def _name_in(self, merged: Collection[tuple[int, tuple[str, ...]]]) -> str:
-        """Return the name of a described tensor in one of these PEFT layers, for an error about a changed parameter.
-
-        If the layer has no described tensor, return its path. If the layer was removed, return "of adapters".
-        """
-        layers = {layer for layer, _ in merged}
-        for module in self._modules:
-            for path, child in module.named_modules():
-                if id(child) in layers:
-                    bare = _bare(f"{path}.", ())
-                    inside = (n for n in self._parts if n.startswith(bare))
-                    return next(inside, path)
-        return "of adapters"
+    def _name_in(self, path: str) -> str:
+        """Return the name of the first described tensor in the layer at `path`. Return `path` if there is none."""
+        bare = _bare(f"{path}.", ())
+        return next((name for name in self._parts if name.startswith(bare)), path)
 
     def _find(self) -> list[torch.Tensor | None]:
         """Return the tensors in manifest order; None for a removed tensor that engines do not get.
@@ -821,11 +816,11 @@ class LiveTensors:
         if tuple(tensor.shape) != self._parts[name].shape:
             self._refuse_fsdp1()
         then, now = self._parts[name], local_shard(name, tensor, by_fsdp=self._by_fsdp[index])
-        for field in fields(HeldPart):
-            was, has = getattr(then, field.name), getattr(now, field.name)
+        for part in fields(HeldPart):
+            was, has = getattr(then, part.name), getattr(now, part.name)
             if was != has:
                 raise PlanError(
-                    f"parameter {name!r}: {field.name} must be {was}, as when this rank connected, got "
+                    f"parameter {name!r}: {part.name} must be {was}, as when this rank connected, got "
                     f"{has}: connect again"
                 )
         self._signatures[index] = _signature(tensor)
