@@ -14,6 +14,10 @@ from flat_engine import flat_engine
 import windlass
 from windlass.config import ControlConfig, DiskBackend, UpdateMode, XcclBackend
 from windlass.errors import ConfigError, RoundAborted
+from windlass.layout.box import Box
+from windlass.layout.dtypes import DType
+from windlass.layout.manifest import ManifestBuilder, Role, ShardManifest
+from windlass.planning.unused import find_kept
 
 TOKEN = "t" * 32
 
@@ -107,6 +111,23 @@ async def test_refusal_of_missing_tensors_advises_to_keep_them() -> None:
 async def test_tensor_that_the_trainer_has_is_sent_despite_keep_patterns() -> None:
     reports = await published(["*"])
     assert sum(reports[-1].kept.values()) == 4
+
+
+def test_other_name_of_a_tied_tensor_is_not_kept() -> None:
+    """Trainers have the tensor under its own name, so the engine does not keep it."""
+
+    def manifest(worker: str, role: Role, *names: str) -> ShardManifest:
+        builder = ManifestBuilder(worker, role)
+        for name in names:
+            builder.add_parameter(name, nbytes=16, dtype=DType.FLOAT32)
+            builder.add_shard(name, (2, 2), Box.full((2, 2)), name)
+        if role is Role.ENGINE:
+            builder.add_alias("head", "embed")
+        return builder.build()
+
+    source = manifest("trainer/0", Role.TRAINER, "embed")
+    engine = manifest("engine/0", Role.ENGINE, "embed", "visual")
+    assert find_kept([source], [engine], ["*"]) == {"visual"}
 
 
 async def test_kept_tensor_that_something_else_changes_refuses_the_update() -> None:
