@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import tempfile
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,7 @@ import pytest
 from asgi import request
 
 from windlass.engines.held_server import HeldRoutes, held_for, note_held
-from windlass.engines.private_routes import Message, key_folder
+from windlass.engines.private_routes import ALIVE_PATH, Message, key_folder
 
 PORT = 8123
 URL = f"http://10.0.0.1:{PORT}"
@@ -22,10 +23,7 @@ REFUSED = [
     *(("GET", "/health"), ("GET", "/ping"), ("POST", "/ping"), ("POST", "/generate")),
     *(("POST", "/inference/v1/generate"), ("POST", "/v1/chat/completions")),
 ]
-SERVED = [
-    *(("GET", "/v1/models"), ("GET", "/metrics"), ("POST", "/tokenize"), ("POST", "/pause")),
-    ("GET", "/windlass/alive"),
-]
+SERVED = [("GET", "/v1/models"), ("GET", "/metrics"), ("POST", "/tokenize"), ("POST", "/pause")]
 
 
 @pytest.fixture(autouse=True)
@@ -55,6 +53,25 @@ async def test_held_server_refuses_with_the_reason_until_its_engine_resumes(root
     note_held(URL, CONTROLLER, is_held=False)
     for method, path in REFUSED:
         assert (await request(routes, method, root + path, b"", root_path=root))[0] == 200
+
+
+@pytest.mark.parametrize("root", ["", "/v1/m"])
+async def test_held_server_answers_a_supervisor_without_its_engine(root: str) -> None:
+    """The engine's loop is blocked. A supervisor that gets no answer would end the engine before its next version."""
+
+    async def blocked(_scope: Message, _receive: Any, _send: Any) -> None:
+        await asyncio.Event().wait()
+
+    routes = HeldRoutes(blocked, PORT)
+    note_held(URL, CONTROLLER, is_held=True)
+    async with asyncio.timeout(5):
+        status, said = await request(routes, "GET", root + ALIVE_PATH, b"", root_path=root)
+    assert (status, f"update of the controller {CONTROLLER} did" in said["held"]) == (200, True)
+    # The engine itself answers as soon as it is no longer held.
+    note_held(URL, CONTROLLER, is_held=False)
+    with pytest.raises(TimeoutError):
+        async with asyncio.timeout(0.1):
+            await request(routes, "GET", root + ALIVE_PATH, b"", root_path=root)
 
 
 async def test_servers_of_other_ports_and_new_servers_are_not_held() -> None:

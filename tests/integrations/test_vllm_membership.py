@@ -35,6 +35,7 @@ from windlass.config import ControlConfig, PauseMode, UpdateMode
 from windlass.control.messages import Command, Result, Write
 from windlass.control.trainer_agent import TrainerAgent
 from windlass.engines.http import EngineHttp
+from windlass.engines.private_routes import ALIVE_PATH
 from windlass.errors import PeerTimeout, PeerUnreachable
 from windlass.net.access import Access, role_token
 from windlass.net.addresses import free_port
@@ -219,7 +220,8 @@ def test_server_whose_controller_dies_in_an_update_says_why_until_the_next_versi
         for path, body in (("/health", None), ("/v1/completions", asked), ("/generate", rollout)):
             status, said = status_of(server, path, body)
             assert (status, f"an update of the controller {url} did not end" in said) == (503, True)
-        assert status_of(server, "/v1/models")[0] == 200
+        for path in ("/v1/models", ALIVE_PATH):
+            assert status_of(server, path)[0] == 200
         begun = time.monotonic()
         status, refusal = ask_to_join(server.url, {"controller": "http://127.0.0.1:1"})
         assert (status, "restart the engine" in refusal["error"]) == (409, True)

@@ -3,7 +3,8 @@
 The controller or a trainer may die while an update changes the weights. The engine then stays paused until an update has
 filled all weights. Rank 0 writes the record into a file next to the key of the server's private routes, and removes the file
 before the engine resumes. The API processes of the server read the file, and refuse requests with the reason. Without the
-record, a request would wait for the engine without a limit, and `/health` would report no fault.
+record, a request would wait for the engine without a limit, and `/health` would report no fault. A job would also end the
+engine as one that hangs, because its loop is blocked and `ALIVE_PATH` gets no answer.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from windlass.engines.private_routes import (
     Receive,
     Send,
     answer,
+    asks_whether_alive,
     key_folder,
     own_folder,
     read_own,
@@ -89,6 +91,8 @@ def _record(port: int | None) -> str:
 class HeldRoutes:
     """ASGI middleware that refuses requests and health checks with the reason (status 503), while the engine is held.
 
+    It then also answers `ALIVE_PATH` itself (status 200).
+
     Args:
         app: application of the engine's server, which has just started.
         port: port of the server on this host.
@@ -101,11 +105,13 @@ class HeldRoutes:
 
     async def __call__(self, scope: Message, receive: Receive, send: Send) -> None:
         """Serve one request."""
-        if _needs_engine(scope) and (controller := _controller_in(self._record)):
-            said = msgspec.json.encode({"error": held_reason(controller)})
-            await answer(send, HTTPStatus.SERVICE_UNAVAILABLE, said)
-        else:
+        asks = asks_whether_alive(scope)
+        controller = _controller_in(self._record) if asks or _needs_engine(scope) else ""
+        if not controller:
             await self._app(scope, receive, send)
+            return
+        status, key = (HTTPStatus.OK, "held") if asks else (HTTPStatus.SERVICE_UNAVAILABLE, "error")
+        await answer(send, status, msgspec.json.encode({key: held_reason(controller)}))
 
 
 def _needs_engine(scope: Message) -> bool:

@@ -29,7 +29,8 @@ from windlass.errors import ConfigError
 
 KEY_HEADER = "x-windlass-key"
 ALIVE_PATH = "/windlass/alive"
-"""Route that an engine's server answers only after the processes behind it, which compute answers, have answered."""
+"""Route that an engine's server answers only after the processes behind it, which compute answers, have answered. While the
+engine is held, `HeldRoutes` answers."""
 OPEN_ROUTES_VARIABLE = "WINDLASS_OPEN_ROUTES"
 
 Message = MutableMapping[str, Any]
@@ -174,7 +175,7 @@ class PrivateRoutes:
 
     async def __call__(self, scope: Message, receive: Receive, send: Send) -> None:
         """Serve one request, or refuse the request with status 403."""
-        if _asks_whether_alive(scope):
+        if asks_whether_alive(scope):
             path = scope.get("root_path", "") + self._alive
             inner = {**scope, "path": path, "raw_path": path.encode()}
             await self._app(inner, receive, send)
@@ -194,7 +195,7 @@ class PrivateRoutes:
         return shows_key(scope, self._key)
 
 
-def _asks_whether_alive(scope: Message) -> bool:
+def asks_whether_alive(scope: Message) -> bool:
     """Return whether a request is a `GET` request for `ALIVE_PATH`."""
     return scope["type"] == "http" and scope["method"] == "GET" and route_path(scope) == ALIVE_PATH
 
