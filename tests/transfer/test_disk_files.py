@@ -40,6 +40,18 @@ def test_only_the_owner_can_read_weights_on_disk(tmp_path: Path) -> None:
     assert [path.stat().st_mode & 0o777 for path in files] == [0o600, 0o600]
 
 
+def test_older_file_that_cannot_be_deleted_does_not_fail_the_write(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Readers follow the index, which names the new file."""
+    home = disk_files.version_folder(tmp_path, 1)
+    # `unlink` fails for a folder.
+    (home / "trainer%2F0.older.safetensors").mkdir(parents=True)
+    index = write(tmp_path)
+    assert read_index(tmp_path, 1, "trainer/0") == index
+    assert "trainer%2F0.older.safetensors" in caplog.text
+
+
 def test_a_link_under_a_temporary_name_is_not_followed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -10,6 +10,7 @@ the files can read them. An engine rank reads exactly the boxes that it needs, b
 
 from __future__ import annotations
 
+import logging
 import math
 import os
 import re
@@ -30,6 +31,7 @@ from windlass.layout.manifest import Shard, ShardManifest
 from windlass.memory.ops import OWN_WORK_S, MemoryOps
 from windlass.memory.packing import bytes_at, copy_cast, is_contiguous, row_major_blocks
 
+_log = logging.getLogger(__name__)
 BLOCK_NBYTES = 8 << 20
 """Maximum size of a block when strided boxes are gathered and written."""
 OWNERS_FOLDER = 0o700
@@ -78,8 +80,8 @@ def write_shards(
 ) -> DiskIndex:
     """Write a rank's shards to a new file, then write the index that names this file. Return the index.
 
-    Readers open the index first, so they read only complete files that are on disk. Older files of this rank and
-    version are deleted.
+    Readers open the index first, so they read only complete files that are on disk. Then delete older files of this rank
+    and version; if this fails, log a warning.
 
     Args:
         folder: shared folder.
@@ -111,11 +113,15 @@ def write_shards(
             version, manifest.worker, name, nbytes, digest, entries, dict(manifest.aliases)
         )
         _write_durably(home / f"{stem}.json", (msgspec.json.encode(index),))
+    except OSError as error:
+        raise TransferFailed(f"disk: {home}: {error}") from error
+    try:
         for older in home.glob(f"{stem}.*.safetensors"):
             if older.name != name:
                 older.unlink(missing_ok=True)
     except OSError as error:
-        raise TransferFailed(f"disk: {home}: {error}") from error
+        # No reader opens this file, because the index names the new one. `prune` tries again.
+        _log.warning("an older file of version %d could not be deleted: %s", version, error)
     return index
 
 
