@@ -10,7 +10,7 @@ import asyncio
 import json
 import os
 import sys
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, ExitStack, asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -18,9 +18,9 @@ from typing import Any
 import aiohttp
 import pytest
 import transformers
-from agent_checkpoint import ANSWER, CALL, END, write_agent_checkpoint
+from agent_checkpoint import ANSWER, CALL, END
 from agent_run import AGENTS
-from chat_fleet import QUESTION, TOKEN, Client, serving
+from chat_fleet import QUESTION, TOKEN, Client
 from pages import blocks
 from servers import TOKEN as LIVE_TOKEN
 from servers import Layout, Server
@@ -46,17 +46,6 @@ PYTHON = Path(os.environ.get("WINDLASS_AGENTS_VENV", ROOT / ".venv-agents")) / "
 WITHIN_S = 240.0
 CONTEXT = {"vllm": ("--max-model-len", "4096"), "sglang": ("--context-length", "4096")}
 SAMPLING = SamplingParams(max_new_tokens=64)
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_agent_checkpoint(tmp_path_factory.mktemp("model"))
-
-
-@pytest.fixture(scope="module")
-def embedded(folder: Path) -> Iterator[str]:
-    with serving(folder) as (url, _):
-        yield url
 
 
 async def run_agent(context: WorkflowContext) -> Any:

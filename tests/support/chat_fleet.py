@@ -13,7 +13,8 @@ from pathlib import Path
 from typing import Any
 
 import aiohttp
-from agent_checkpoint import TOOL
+import pytest
+from agent_checkpoint import TOOL, write_agent_checkpoint
 
 __all__ = ["QUESTION", "TOKEN", "Client", "post", "serving", "set_version", "tool_loop"]
 
@@ -42,6 +43,19 @@ def serving(folder: Path, *options: str) -> Iterator[tuple[str, subprocess.Popen
         process.kill()
         process.wait(30)
         process.stdout.close()
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Write the agent's checkpoint. A module may override this fixture to serve another checkpoint."""
+    return write_agent_checkpoint(tmp_path_factory.mktemp("model"))
+
+
+@pytest.fixture(scope="module")
+def embedded(folder: Path) -> Iterator[str]:
+    """Serve the checkpoint by an embedded engine, and yield the engine's URL."""
+    with serving(folder) as (url, _):
+        yield url
 
 
 def post(url: str, body: object) -> None:
