@@ -266,7 +266,8 @@ class Recovered:
     The journal stores `metadata` as msgpack, so tuples in `metadata` have become lists.
 
     Attributes:
-        version: newest version in the journal, also of a token; -1 if the journal has no version, or if there is no journal.
+        version: newest weight version in the journal (of the trainer or of a generated token); -1 if there is no version or no
+            journal.
         rollouts: task id -> handle of a rollout that was submitted alone.
         groups: group id -> handle of a group.
     """

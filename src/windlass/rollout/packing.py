@@ -22,8 +22,8 @@ Array: TypeAlias = npt.NDArray[Any]
 class Pack:
     """Samples of one forward pass, one after the other; T tokens and S sequences.
 
-    Attention must not cross the limits of `cu_seqlens`. The logits of token i - 1 predict token i: the first token of each
-    sequence has `loss_mask` False, so `loss_mask[1:]` fits to `logits[:-1]` without further limits.
+    Attention must not cross the sequence boundaries in `cu_seqlens`. The logits of token i - 1 predict token i. The first
+    token of each sequence has `loss_mask` False, so `loss_mask[1:]` masks `logits[:-1]` at boundaries too.
 
     Attributes:
         token_ids: (T,) prompt and output of each sequence.

@@ -141,7 +141,7 @@ class LocalWorker(Worker):
         on_outcomes: called with outcomes. If it raises `RolloutError`, the worker keeps the outcomes, and
             `deliver` passes them again.
         on_end: called when an attempt has ended.
-        token: secret of the job; the worker derives the tokens for engines and of agents from this secret.
+        token: secret of the job; the worker derives the token for engines and the token of agents from this secret.
         chat: settings of the endpoint for agents, and the tokenizer for prompts of text and messages.
     """
 

@@ -112,7 +112,7 @@ class ProcessRewards(msgspec.Struct, frozen=True, kw_only=True, tag="processes",
     Attributes:
         file: Python file with the function; in a job, empty for the file of the recipe. Each process imports the file.
         function: name of the function. It takes a `Rollout` and returns a finite number.
-        num_processes: number of processes, and so of rollouts that are scored at a time.
+        num_processes: number of processes. Each process scores one rollout at a time.
         deadline_s: seconds that the function has for one rollout.
         start_deadline_s: seconds that a process has to import the file.
         memory_nbytes: limit of each process's private memory (RLIMIT_DATA); 0 for no limit.
@@ -132,7 +132,7 @@ class ProcessRewards(msgspec.Struct, frozen=True, kw_only=True, tag="processes",
 
 @final
 class RewardProcess:
-    """One worker process that runs the reward function, seen from the pool.
+    """Handle of the pool for one worker process that runs the reward function.
 
     The process has its own process group, so that the pool also ends programs that the function has started.
     """

@@ -6,8 +6,8 @@ Without the second bound, a restarted controller without its old counts would ad
 engines serve version 50.
 
 The first bound assumes one batch for each version. A trainer that restarts from a checkpoint publishes a version without
-a batch, so the caller must start the count again (`count_from`). Otherwise each such version admits one batch too early
-for ever. Such a batch waits for two steps, and is then too old.
+a batch, so the caller must start the count again (`count_from`). Otherwise each such version raises the first bound by
+one batch too many. This additional batch waits for two steps, and is then too old.
 
 These bounds do not limit the age of a sample, because the version may rise several times while a slow rollout runs.
 Therefore the controller checks a sample's oldest token again before it delivers the sample, and `OnStale` decides what
@@ -56,7 +56,7 @@ class StalenessPolicy:
         running: samples that were admitted and have not ended.
         accepted: samples that ended with tokens.
         consumed: accepted samples that were delivered to the trainer.
-        start_consumed: part of `consumed` that `start_version` contains; 0 unless `count_from` was called.
+        start_consumed: value of `consumed` at the last call of `count_from`; 0 before the first call.
     """
 
     max_staleness: int

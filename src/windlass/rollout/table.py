@@ -186,7 +186,7 @@ class Group(msgspec.Struct, eq=False):
         return self.group_id < 0
 
     def complete(self) -> bool:
-        """Return whether `num_wanted` samples are finished, or all that are left if fewer are left."""
+        """Return whether `num_wanted` rollouts are finished. If fewer rollouts are left, all of them must be finished."""
         num_finished = sum(record.state is State.BUFFERED for record in self.records)
         return num_finished >= min(self.size.num_wanted, len(self.records))
 
@@ -195,7 +195,7 @@ class Group(msgspec.Struct, eq=False):
         return len(self.records) > self.size.min_samples
 
     def remove(self, record: Record) -> None:
-        """Remove a record that has ended. At least one must be left: the group's future, if cancelled, names the first of them."""
+        """Remove a record that has ended. At least one other must be left, because the future needs a task id for `give_up`."""
         self.records.remove(record)
         self.future.names(self.records[0].task_id)
 

@@ -221,7 +221,7 @@ class TextPrompts:
         codec: tokenizer of the model that the engines serve.
 
     Attributes:
-        codec: as given.
+        codec: see the argument.
     """
 
     def __init__(self, codec: TextCodec) -> None:

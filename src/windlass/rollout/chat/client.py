@@ -33,7 +33,7 @@ class Claimed(msgspec.Struct, frozen=True):
 
     Attributes:
         id: id of the session.
-        base_url, api_key: for the agent's client of OpenAI.
+        base_url, api_key: settings of the agent's OpenAI client.
         task_id, attempt: identity of the attempt. A tool that stores state must store it under both values.
         arguments: arguments of the submission.
     """

@@ -462,7 +462,7 @@ def _key_of(http: web.Request) -> str:
 
 
 def _public_part(key: str) -> str:
-    """Return the session's id in a key. The id is public: the comparison of the whole key decides."""
+    """Return the session's id in a key. The id is not secret: the server also compares the whole key."""
     return "".join(key.split("-")[2:3])
 
 
@@ -513,7 +513,7 @@ def _send_all(send: Send | None, events: Iterable[bytes]) -> None:
 async def _stream(
     http: web.Request, reply: Callable[[Send | None], Awaitable[Reply]]
 ) -> web.StreamResponse:
-    """Call `reply`, and send the server-sent events that it makes to the client at once.
+    """Call `reply`, and send its server-sent events to the client immediately.
 
     The stream begins with the first event, or after `STREAM_PING_S`. An error before the stream begins is answered with
     an HTTP status. If the client disconnects, cancel `reply`, which ends the engine's generation.

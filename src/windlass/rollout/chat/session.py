@@ -156,7 +156,7 @@ class ChatSession:
         reward: number that the agent or `set_reward` has set; None before.
         metadata: value that came with the reward.
         branches: turns that do not continue an earlier turn.
-        task_id, attempt, arguments: those of the attempt.
+        task_id, attempt, arguments: see `WorkflowContext`.
     """
 
     def __init__(
