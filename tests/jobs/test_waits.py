@@ -202,9 +202,9 @@ STALLS = RECIPE.replace(
 def test_sigint_ends_a_job_whose_tasks_wait_for_data(tmp_path: Path) -> None:
     config = write(tmp_path, recipe=STALLS, steps=9, top="shutdown_s = 5.0")
     with launched(config) as job:
-        line = job.read_until("waiting for 15 s for groups of step 3")
+        line = job.read_until("the job has waited 15 s for the batch of step 3")
         assert "the recipe's tasks() has yielded nothing for " in line
-        assert "2 groups; 1 are scored" in line
+        assert "which needs 2 groups; scored: 1" in line
         job.process.send_signal(signal.SIGINT)
         began_s = time.monotonic()
         assert job.end() == 130, job.text

@@ -532,7 +532,8 @@ class Job:
             return 0.0
         if num_left := cleaning.result():
             self._notify(
-                f"{num_left} attempts had not cleaned up after shutdown_s={deadline_s:g}; the job does not wait longer"
+                f"the job stopped waiting after shutdown_s={deadline_s:g}; {counted(num_left, 'attempt')} did not finish the "
+                "clean-up"
             )
             return 5.0
         return deadline_s
@@ -562,9 +563,9 @@ class Job:
                 await asyncio.wait([work])
             else:
                 self._insisted = insisted.done()
-                self._notify(
-                    f"stopped waiting, after shutdown_s={self._config.shutdown_s:g} or a second signal"
-                )
+                limit = f"shutdown_s={self._config.shutdown_s:g}"
+                reason = "a second signal" if self._insisted else limit
+                self._notify(f"the job stopped waiting for the step or update after {reason}")
         finally:
             ended.cancel()
             insisted.cancel()
@@ -579,7 +580,7 @@ class Job:
         """
         if not self._lacks_checkpoint:
             return
-        self._notify(f"saving checkpoint {self._steps}; a second signal ends this")
+        self._notify(f"saving checkpoint {self._steps}; a second signal stops the save")
         saving = asyncio.create_task(self._save(), name="checkpoint at a signal")
         try:
             await asyncio.wait([saving, insisted], return_when=asyncio.FIRST_COMPLETED)
@@ -892,7 +893,7 @@ class Job:
         # again. The recipe's state is from before these tasks, so subtract their number.
         num_groups -= self._num_skipped
         self._trained = []
-        with self._waiting_for(lambda: f"the trainer ranks: checkpoint {self._steps}"):
+        with self._waiting_for(lambda: f"the trainer ranks to save checkpoint {self._steps}"):
             await self._trainers.save(str(folder), deadline_s=self._config.trainer.step_deadline_s)
         checkpoint = Checkpoint(
             steps=self._steps, version=self.version, recipe=state, tasks=tasks if state else b"",
@@ -967,7 +968,7 @@ class Job:
             await self._recipe.before_step(step, samples)
         self.controller.observe_samples(samples)
         async with self._in_step:
-            with self._waiting_for(lambda: f"the trainer ranks: step {step + 1}"):
+            with self._waiting_for(lambda: f"the trainer ranks to train step {step + 1}"):
                 result = await self._trainers.train_step(
                     step, batch, deadline_s=trainer.step_deadline_s
                 )
@@ -1163,7 +1164,7 @@ class Job:
         For errors see `Scoring.next_batch`.
         """
         with self._waiting_for(
-            lambda: f"groups of step {self._steps + 1}: {self._scoring.describe()}"
+            lambda: f"the batch of step {self._steps + 1}, which needs {self._scoring.describe()}"
         ):
             return await self._scoring.next_batch(producer)
 
@@ -1191,7 +1192,7 @@ class Job:
             while True:
                 await asyncio.sleep(SAID_EVERY_S)
                 waited_s = asyncio.get_running_loop().time() - began_s
-                self._notify(f"waiting for {waited_s:.0f} s for {describe()}")
+                self._notify(f"the job has waited {waited_s:.0f} s for {describe()}")
 
         saying = asyncio.create_task(say(), name="waiting line")
         try:

@@ -41,7 +41,7 @@ class LocalSchedulerConfig(SchedulerConfig, frozen=True, tag="local"):
         return True
 
     def check(self, specs: Sequence[ProcessSpec]) -> None:
-        """Check that this host has enough GPUs for all processes together.
+        """Check that all processes together reserve no more GPUs than the scheduler has.
 
         Raises:
             ConfigError: the processes need more GPUs than `gpus` lists. If `gpus` is None, the limit is the GPUs that
