@@ -68,7 +68,7 @@ def _plain_or_frame(value: object) -> object:
     if isinstance(value, DTensor) or value.layout is not torch.strided:
         raise TypeError("a tensor must be dense and local; call full_tensor() or to_dense()")
     try:
-        dtype = dtype_of("in a call", value)
+        dtype = dtype_of("value", value)
     except UnsupportedLayout as error:
         raise TypeError(str(error)) from error
     flat = value.detach().cpu().contiguous().flatten().view(torch.uint8)
