@@ -1,4 +1,4 @@
-"""Groups with rollouts to spare, groups that may end with fewer samples, and replaced answers."""
+"""Groups with rollouts to spare, groups that may end with fewer samples, replaced answers, and returned groups."""
 
 from __future__ import annotations
 
@@ -6,11 +6,13 @@ import asyncio
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
 from fake_engine import FakeEngine
 
 from windlass.errors import ConfigError, RolloutError
+from windlass.net.journal_file import read_entries
 from windlass.rollout import (
     Recovered,
     Reject,
@@ -22,6 +24,7 @@ from windlass.rollout import (
     StaticEngines,
     WorkflowContext,
 )
+from windlass.rollout.journal import Entry, PersistedState
 from windlass.rollout.lifecycle import Lifecycle
 from windlass.rollout.messages import ErrorKind, Partial, Work
 from windlass.rollout.table import GroupSize
@@ -92,6 +95,7 @@ class Rig:
 async def rig(
     *,
     journal: Path | None = None,
+    acknowledge: bool = True,
     max_rejections: int = 1,
     max_staleness: int = 9,
     max_resubmits: int = 3,
@@ -103,7 +107,9 @@ async def rig(
         max_resubmits=max_resubmits,
     )
     config = RolloutConfig(
-        journal=journal, acknowledge=journal is not None, max_rejections=max_rejections
+        journal=journal,
+        acknowledge=journal is not None and acknowledge,
+        max_rejections=max_rejections,
     )
     async with (
         FakeEngine("engine") as engine,
@@ -159,6 +165,83 @@ async def test_replaced_answer_leaves_the_other_answers_of_its_group() -> None:
     assert (group.rollouts[0], group.rollouts[2]) == (before.rollouts[0], before.rollouts[2])
     assert [rollout.value for rollout in group.rollouts] == ["done", "better", "done"]
     assert [rollout.attempts for rollout in group.rollouts] == [1, 2, 1]
+
+
+async def test_returned_groups_come_first_and_are_never_too_old() -> None:
+    async with rig(max_staleness=1) as made:
+        rollouts = made.rollouts
+        handles = [rollouts.submit_workflow_group("w", number, 2, SAMPLING) for number in range(4)]
+        await made.wait_for_starts(8)
+        for handle in handles:
+            made.end(*handle.task_ids)
+        delivered = await rollouts.next_batch(3, deadline_s=DEADLINE_S, keep=True)
+        # A checkpoint contains the first group, and the trainer cannot use the second one.
+        rollouts.acknowledge([delivered[0].rollouts[1].task_id])
+        rollouts.decline(delivered[1])
+        # The fourth group was not delivered, and becomes too old.
+        made.engine.version = 5
+        rollouts.set_version(5)
+        await made.wait_for_starts(10)
+        (again,) = rollouts.return_groups()
+        assert rollouts.return_groups() == ()
+        assert (again.group_id, again.task_ids) == (delivered[2].group_id, handles[2].task_ids)
+        with pytest.raises(RolloutError, match="not declined yet"):
+            rollouts.decline(delivered[2])
+        made.engine.version = 9
+        rollouts.set_version(9)
+        made.end(*handles[3].task_ids)
+        await made.wait_until(lambda: len(rollouts.ready_ids()) == 2)
+        assert not again.done()
+        first, second = await rollouts.next_batch(2, deadline_s=DEADLINE_S, keep=True)
+        assert first == delivered[2] == await again == await handles[2]
+        assert second.group_id == handles[3].group_id
+        assert [rollout.versions for rollout in second.rollouts] == [(9, 9), (9, 9)]
+        # A group may be returned and declined more than once.
+        assert [handle.group_id for handle in rollouts.return_groups()] == [
+            first.group_id,
+            second.group_id,
+        ]
+        for group in await rollouts.next_batch(2, deadline_s=DEADLINE_S, keep=True):
+            rollouts.decline(group)
+        assert rollouts.return_groups() == ()
+        assert rollouts.stats().outstanding == 0
+
+
+async def test_groups_are_returned_only_if_they_were_kept() -> None:
+    async with rig() as made:
+        handle = made.rollouts.submit_workflow_group("w", None, 2, SAMPLING)
+        await made.wait_for_starts(2)
+        made.end(*handle.task_ids)
+        await made.next_group()
+        assert made.rollouts.return_groups() == ()
+
+
+@pytest.mark.parametrize("acknowledge", [True, False])
+async def test_journal_counts_a_returned_group_once(tmp_path: Path, acknowledge: bool) -> None:
+    file = tmp_path / "journal"
+    async with rig(journal=file, acknowledge=acknowledge) as made:
+        handles = [
+            made.rollouts.submit_workflow_group("w", number, 2, SAMPLING) for number in range(3)
+        ]
+        await made.wait_for_starts(6)
+        for handle in handles:
+            made.end(*handle.task_ids)
+        delivered = await made.rollouts.next_batch(3, deadline_s=DEADLINE_S, keep=True)
+        made.rollouts.return_groups()
+        again = await made.rollouts.next_batch(2, deadline_s=DEADLINE_S, keep=True)
+        assert again == delivered[:2]
+        made.rollouts.acknowledge([delivered[0].rollouts[0].task_id])
+    entry: Any = Entry
+    state = PersistedState.of(read_entries(file, entry)[0])
+    assert state is not None
+    # Without acknowledgements, a group leaves the journal with its first delivery.
+    left = [each for handle in handles[1:] for each in handle.task_ids]
+    assert [*state.tasks] == (left if acknowledge else [])
+    assert state.started.consumed == (2 if acknowledge else 4)
+    async with rig(journal=file, acknowledge=acknowledge) as made:
+        assert made.rollouts.ready_ids() == [
+            handle.group_id for handle in handles[1:] if acknowledge
+        ]
 
 
 async def test_failed_rollout_ends_its_group_only_below_the_smallest_size() -> None:

@@ -76,6 +76,8 @@ class Process:
         self.journal = self.life.journal
         self.recovered = self.life.open()
         self.run = self.life.first_attempt >> 20
+        # Samples that waited or ran after the newest `return_groups`; they may be more than the bound allows.
+        self.num_returned = 0
         self.table = self.life.table
         for handle in self.recovered.groups.values():
             # The handle lacks the rollouts that had ended before.
@@ -144,11 +146,12 @@ class Process:
     def hand_out(self, *, acknowledge: bool) -> list[list[str]]:
         handed = []
         while self.table.ready:
-            group = self.life.hand_out()
+            first = next(iter(self.table.ready.values()))
+            group = self.life.hand_out(keep=True)
             self.journal.flush()
             for rollout in group.rollouts:
                 young = self.policy.version - min(rollout.versions) <= MAX_STALENESS
-                assert young or self.policy.on_stale is OnStale.TRAIN
+                assert young or first.is_returned or self.policy.on_stale is OnStale.TRAIN
             handed.append([rollout.task_id for rollout in group.rollouts])
             delivered = frozenset(handed[-1])
             ids = self.world.groups.get(handed[-1][0], delivered)
@@ -164,6 +167,17 @@ class Process:
                 self.journal.flush()
         return handed
 
+    def return_groups(self) -> None:
+        """Return all delivered groups that are not acknowledged, and continue with a version that contains none of them."""
+        for handle in self.life.return_groups():
+            self.watch(
+                dataclasses.replace(handle, task_ids=tuple(self.world.groups[handle.task_ids[0]]))
+            )
+        self.num_returned = self.policy.accepted + self.policy.running
+        self.policy.count_from(self.policy.version + 1)
+        self.life.set_version(self.policy.version + 1)
+        self.journal.flush()
+
     def audit(self) -> None:
         table, counts, policy = self.table, self.table.counts, self.policy
         running = self.running()
@@ -175,7 +189,8 @@ class Process:
         assert policy.running == len(table.queued) + len(table.backoff) + len(running)
         assert policy.accepted - policy.consumed == len(table.buffered)
         elapsed = policy.version - policy.start_version
-        assert policy.accepted + policy.running <= (MAX_STALENESS + elapsed + 1) * BATCH
+        limit = policy.start_consumed + (MAX_STALENESS + elapsed + 1) * BATCH
+        assert policy.accepted + policy.running <= max(limit, self.num_returned)
 
 
 class World:
@@ -207,9 +222,10 @@ class World:
         fresh = Process(self.path, self)
         fresh.audit()
         if not torn:
-            before = old.resubmits()
-            after = fresh.resubmits()
-            assert {t: n for t, n in after.items() if before.get(t, 0) != n} == {}
+            # A delivered group that is not acknowledged may be too old after the restart, and so may a returned group.
+            before, after = old.resubmits(), fresh.resubmits()
+            young = [t for t, record in old.table.records.items() if not record.group.is_returned]
+            assert [t for t in young if after.get(t, before[t]) != before[t]] == []
         assert max(fresh.resubmits().values(), default=0) <= MAX_RESUBMITS
         return fresh
 
@@ -232,6 +248,7 @@ STEPS = st.lists(
                 "replace",
                 "out",
                 "keep",
+                "return",
                 "decline",
                 "up",
                 "cancel",
@@ -248,6 +265,14 @@ STEPS = st.lists(
 @settings(deadline=None, max_examples=120)
 @given(steps=STEPS, on_stale=st.sampled_from(OnStale))
 @example(steps=[("add", 0), ("go", 0), ("error", 0), ("up", 1)], on_stale=OnStale.RESUBMIT)
+@example(
+    steps=[("add", 0), ("go", 0), ("ok", 0), ("keep", 0), ("up", 1), ("kill", 0)],
+    on_stale=OnStale.RESUBMIT,
+)
+@example(
+    steps=[("add", 0), ("go", 0), ("ok", 0), ("keep", 0), ("return", 0), ("up", 5), ("kill", 0)],
+    on_stale=OnStale.RESUBMIT,
+)
 def test_every_rollout_is_delivered_once_within_the_bound_after_any_kills(
     steps: list[tuple[str, int]], on_stale: OnStale
 ) -> None:
@@ -285,6 +310,8 @@ def test_every_rollout_is_delivered_once_within_the_bound_after_any_kills(
                     process.hand_out(acknowledge=True)
                 case "keep":
                     process.hand_out(acknowledge=False)
+                case "return":
+                    process.return_groups()
                 case "decline":
                     for ids in process.hand_out(acknowledge=False):
                         process.life.decline(ids)

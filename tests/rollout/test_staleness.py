@@ -106,6 +106,23 @@ def test_a_version_without_a_step_admits_no_batch_too_early() -> None:
             policy.accept()
 
 
+def test_samples_that_are_delivered_again_take_the_place_of_new_samples() -> None:
+    """A trainer continues at version 6 from a checkpoint of 3 steps. It has trained 5 steps, and the next batch waits."""
+    policy = StalenessPolicy(1, 4, 1000)
+    policy.restore(start_version=0, version=5, running=0, accepted=24, consumed=20)
+    with pytest.raises(RolloutError, match=r"deliver_again needs 0 <= n <= 20, got 21"):
+        policy.deliver_again(21)
+    policy.deliver_again(8)
+    policy.count_from(6)
+    policy.set_version(6)
+    assert (policy.accepted, policy.consumed, policy.capacity()) == (24, 12, 0)
+    for version, capacity in ((7, 0), (8, 4)):
+        policy.consume(4)
+        assert policy.capacity() == 0
+        policy.set_version(version)
+        assert policy.capacity() == capacity
+
+
 def test_the_oldest_token_decides_the_age() -> None:
     policy = StalenessPolicy(1, 4, 10, start_version=5)
     assert not policy.throws_away([4, 5, 5])

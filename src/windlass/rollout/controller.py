@@ -449,7 +449,9 @@ class RolloutController:
         self._journal.on_change(worker.deliver)
         self._pool.add(worker)
 
-    async def next_batch(self, num_groups: int, *, deadline_s: float) -> tuple[RolloutGroup, ...]:
+    async def next_batch(
+        self, num_groups: int, *, deadline_s: float, keep: bool = False
+    ) -> tuple[RolloutGroup, ...]:
         """Wait for the next `num_groups` complete groups, and deliver them in the order of their completion; see `take`.
 
         No delivered group is too old for the trainer, except with `OnStale.TRAIN`. Concurrent calls get their
@@ -471,7 +473,7 @@ class RolloutController:
                     self._journal.check()
                     self._life.ready.clear()
                     await self._life.ready.wait()
-                return self.take(self.ready_ids()[:num_groups])
+                return self.take(self.ready_ids()[:num_groups], keep=keep)
         except TimeoutError as error:
             raise PeerTimeout(
                 f"next_batch: {len(self._table.ready)} of {num_groups} groups were complete within "
@@ -490,19 +492,45 @@ class RolloutController:
         """Return the complete group with this id without delivering it; the group may still become too old."""
         return self._life.peek(group_id)
 
-    def take(self, group_ids: Iterable[int]) -> tuple[RolloutGroup, ...]:
+    def take(self, group_ids: Iterable[int], *, keep: bool = False) -> tuple[RolloutGroup, ...]:
         """Deliver the complete groups with these ids (see `ready_ids`), and return them in the same order.
 
         The samples of a delivered group count as consumed. The controller drops the group, but the caller may still call
         `decline` with it.
 
+        Args:
+            group_ids: ids of the groups.
+            keep: whether the controller keeps the groups in memory until `acknowledge`, so that `return_groups` can
+                deliver them again.
+
         Raises:
             RolloutError: the journal cannot be written.
         """
         self._journal.check()
-        groups = tuple([self._life.hand_out(group_id) for group_id in group_ids])
+        groups = tuple([self._life.hand_out(group_id, keep=keep) for group_id in group_ids])
         self._journal.flush()
         return groups
+
+    def return_groups(self) -> tuple[GroupHandle, ...]:
+        """Make the groups that `take` or `next_batch` delivered with `keep` ready again, before all other groups.
+
+        Call this if trainer ranks continue from a checkpoint that does not contain their newest steps, when the ranks have
+        loaded the checkpoint, and before `count_from`. Groups that the checkpoint contains must be acknowledged before.
+
+        The groups keep their ids, answers and versions, and are never too old: the trainer uses them again with the
+        weights of the same steps. Only answers with held tensors are generated again, because the controller does not
+        keep them.
+
+        Returns:
+            New handles of the groups, in the order of their delivery.
+
+        Raises:
+            RolloutError: the journal cannot be written.
+        """
+        self._journal.check()
+        handles = tuple(self._life.return_groups())
+        self._journal.flush()
+        return handles
 
     @property
     def failed_alike(self) -> int:
@@ -543,6 +571,8 @@ class RolloutController:
 
     def acknowledge(self, task_ids: Iterable[str]) -> None:
         """Record that the caller has stored these rollouts, so that no later process delivers them. Idempotent.
+
+        `return_groups` does not return these rollouts.
 
         The id of one rollout acknowledges the rollout's whole group. Unknown ids are ignored. After a restart, the controller
         may run a rollout again although the caller has stored the rollout's result before. This call also ends such a

@@ -150,7 +150,8 @@ class Counts(msgspec.Struct):
     """Totals since the start of this process.
 
     Attributes:
-        completed: rollouts delivered to the caller.
+        submitted: submitted rollouts. A rollout that the caller returns counts again, see `RolloutController.return_groups`.
+        completed: rollouts delivered to the caller. A returned rollout that is delivered again counts again.
         failed: rollouts that failed, for example after `max_attempts` or at their deadline.
         dropped: rollouts that the controller ended because they were too old, see `OnStale`. If one sample of a group is
             dropped, all rollouts of the group count.

@@ -114,8 +114,8 @@ class Ended(msgspec.Struct, frozen=True, tag="ended"):
     """End of rollouts.
 
     Attributes:
-        num_consumed: number to add to `Started.consumed`; negative if the caller declined rollouts that an
-            earlier entry had counted as consumed.
+        num_consumed: number to add to `Started.consumed`; negative if the caller declined or returned rollouts
+            that an earlier entry had counted as consumed.
     """
 
     task_ids: tuple[str, ...]
@@ -377,6 +377,17 @@ class RolloutJournal:
                 self._unacknowledged.pop(other, None)
             self.add(Ended(together, num_consumed=len(together)))
         return bool(together)
+
+    def returned(self, task_ids: Sequence[str]) -> None:
+        """Record that the caller returned a delivered group, which then does not count as consumed.
+
+        With `keep_delivered`, write no entry: the file still contains the group, and does not count it as consumed.
+        """
+        if not self.on:
+            return
+        owed = [self._unacknowledged.pop(task_id, ()) for task_id in task_ids]
+        if not any(owed):
+            self.add(Ended((), num_consumed=-len(task_ids)))
 
     def declined(self, task_ids: Sequence[str]) -> None:
         """Record that the caller declined delivered rollouts, which then do not count as consumed."""

@@ -53,6 +53,7 @@ from windlass.rollout.table import (
     NOTHING,
     Deadlines,
     Group,
+    GroupFuture,
     GroupSize,
     Record,
     RolloutTable,
@@ -120,6 +121,8 @@ class Lifecycle:
         self._policy = policy
         self._config = config
         self._handed_out: OrderedDict[str, tuple[str, ...]] = OrderedDict()
+        self._kept: dict[str, Group] = {}
+        """Task id -> delivered group that the caller may return, for each rollout of the group, in the order of delivery."""
         self._silent_until = 0.0
         self._waste_is_due = False
         self._failures = LineLimit(WARN_EVERY_S)
@@ -620,9 +623,17 @@ class Lifecycle:
         self._work_changed()
 
     def drop_stale(self) -> None:
-        """Discard buffered answers that are too old, and stop attempts whose answers would be too old."""
+        """Discard buffered answers that are too old, and stop attempts whose answers would be too old.
+
+        An answer of a returned group is never too old: the trainer uses it again with the weights that the trainer had when
+        it got the answer, and these weights only have a newer version number now.
+        """
         throws_away, buffered = self._policy.throws_away, self.table.buffered.values()
-        old = [r for r in buffered if r.outcome and throws_away(r.outcome.versions())]
+        old = [
+            r
+            for r in buffered
+            if r.outcome and not r.group.is_returned and throws_away(r.outcome.versions())
+        ]
         old += [
             r
             for r in self.table.running()
@@ -644,21 +655,70 @@ class Lifecycle:
         rollouts = tuple([record.rollout() for record in group.records])
         return RolloutGroup(group_id, rollouts[0].prompt_ids, rollouts, first.metadata)
 
-    def hand_out(self, group_id: int | None = None) -> RolloutGroup:
+    def hand_out(self, group_id: int | None = None, *, keep: bool = False) -> RolloutGroup:
         """Deliver a ready group, by default the oldest; its samples count as consumed.
 
-        A ready group is never too old, because `set_version` discards answers that become too old.
+        A ready group is never too old, because `set_version` discards answers that become too old. With `keep`, the caller
+        may return the group later; see `return_groups`.
         """
         ready = self.table.ready
         group = ready.pop(next(iter(ready)) if group_id is None else group_id)
-        first = group.records[0]
+        first, records = group.records[0], tuple(group.records)
         rollouts = self._rollouts(group)
         self._policy.consume(len(rollouts))
         delivered = RolloutGroup(group.group_id, rollouts[0].prompt_ids, rollouts, first.metadata)
         if not group.future.done():
             group.future.set_result(delivered)
+        if keep:
+            self._keep(group, records)
         self._work_changed()
         return delivered
+
+    def _keep(self, group: Group, records: Sequence[Record]) -> None:
+        """Keep a delivered group until the caller acknowledges, declines or returns it.
+
+        Keep no answer with held tensors, because their holders would have to keep the elements as long.
+        """
+        group.records += records
+        for record in records:
+            if record.outcome is not None and held_of(record.outcome.tensors):
+                record.outcome = None
+        # The old future has the delivered result, and so refers to all tensors of the group.
+        group.future = GroupFuture(records[0].task_id, self.give_up_group)
+        self._kept.update(dict.fromkeys([record.task_id for record in records], group))
+
+    def _drop_kept(self, task_id: str) -> None:
+        """Drop the kept group that contains this rollout, if there is one."""
+        if (group := self._kept.get(task_id)) is not None:
+            for record in group.records:
+                del self._kept[record.task_id]
+            group.records.clear()
+
+    def return_groups(self) -> list[GroupHandle]:
+        """Make all kept groups ready again, before all other groups; see `RolloutController.return_groups`."""
+        groups = list(dict.fromkeys(self._kept.values()))
+        self._kept.clear()
+        for group in groups:
+            task_ids = [record.task_id for record in group.records]
+            self._handed_out.pop(task_ids[0], None)
+            self._policy.deliver_again(len(task_ids))
+            self.journal.returned(task_ids)
+            group.is_returned = True
+            for record in group.records:
+                self.add(record, State.BUFFERED)
+        # The newest first, because each step moves a group or a rollout to the front of its queue.
+        for group in reversed(groups):
+            lost = [record for record in group.records if record.outcome is None]
+            for record in reversed(lost):
+                self._policy.discard()
+                self._resubmit(record)
+            if not lost:
+                self.table.ready[group.group_id] = group
+                self.table.ready.move_to_end(group.group_id, last=False)
+        if self.table.ready:
+            self.ready.set()
+        self._work_changed()
+        return [self._group_handle(group) for group in groups]
 
     def _deliver_single(self, group: Group) -> None:
         """End a rollout that was submitted without a group, and set the result of its handle."""
@@ -707,6 +767,7 @@ class Lifecycle:
                 f"{DECLINABLE} and not declined yet"
             )
         del self._handed_out[together[0]]
+        self._drop_kept(together[0])
         self._policy.give_back(len(together))
         self.journal.declined(together)
         self.table.counts.declined += len(together)
@@ -718,6 +779,7 @@ class Lifecycle:
         If this process has not delivered the group yet, all rollouts of the group end as completed, and workers stop the
         attempts that still run for the group.
         """
+        self._drop_kept(task_id)
         record = self.table.records.get(task_id)
         if self.journal.acknowledged(task_id) or record is None:
             return

@@ -187,6 +187,21 @@ class StalenessPolicy:
             raise RolloutError(f"consume: num_samples must be in [0, {waiting}], got {num_samples}")
         self.consumed += num_samples
 
+    def deliver_again(self, num_samples: int) -> None:
+        """Count delivered samples as waiting for delivery again.
+
+        More samples may then wait than the bound allows; `capacity` stays 0 until the trainer has consumed enough of them.
+
+        Raises:
+            RolloutError: fewer than `num_samples` were delivered.
+        """
+        if not 0 <= num_samples <= self.consumed:
+            raise RolloutError(
+                f"staleness: deliver_again needs 0 <= n <= {self.consumed}, got {num_samples}"
+            )
+        self.consumed -= num_samples
+        self.start_consumed = min(self.start_consumed, self.consumed)
+
     def give_back(self, num_samples: int) -> None:
         """Remove delivered samples from the counts, because the trainer could not use them. New samples may then start.
 

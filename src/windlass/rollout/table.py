@@ -149,12 +149,14 @@ class Group(msgspec.Struct, eq=False):
             done after delivery, failure or cancellation.
         size: numbers of samples.
         records: records in the order of submission, without those that have ended.
+        is_returned: whether the caller has returned the group after its delivery; see `RolloutController.return_groups`.
     """
 
     group_id: int
     future: GroupFuture
     size: GroupSize
     records: list[Record] = []
+    is_returned: bool = False
 
     @classmethod
     def of(
