@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 from small_job import EXAMPLE, launch, start, write_job
 
+from windlass.jobs.audit import AUDIT, read_audit
 from windlass.net.journal_file import read_entries
 from windlass.rollout.journal import Entry, PersistedState
 
@@ -231,16 +232,40 @@ def killed_after(recipe: str, step: int) -> str:
     )
 
 
-def counting_job(folder: Path, save_every: int = 3) -> tuple[Path, str]:
-    """Write a job of 12 steps with a journal and counted prompts. Return its file and its recipe."""
+def kills_rank(recipe: str, step: int) -> str:
+    """Return the recipe with a `kill -9` of the trainer rank when the ranks are about to train `step` for the first time."""
+    kill = """
+    killed = False
+
+    def kill_rank(self):
+        self.killed = True
+        (rank,) = (each for each in self.scheduler.list() if each.name == "trainer-0")
+        os.kill(rank.pid, 9)
+
+"""
+    changes = {
+        "    number = 0\n": f"    number = 0\n{kill}",
+        "self.controller = controller": "self.controller, self.scheduler = controller, scheduler",
+        'print("TRAIN"': f'step == {step} and not self.killed and self.kill_rank(); print("TRAIN"',
+    }
+    for old, new in changes.items():
+        assert recipe.count(old) == 1
+        recipe = recipe.replace(old, new)
+    return f"import os\n{recipe}"
+
+
+def counting_job(
+    folder: Path, save_every: int = 3, *, has_journal: bool = True, top: str = ""
+) -> tuple[Path, str]:
+    """Write a job of 12 steps with counted prompts. Return its file and its recipe."""
     script = folder / "padded.py"
     script.write_text(PADDED.format(example=str(EXAMPLE / "trainer.py")))
     job = write_job(
         folder,
         COUNTING,
-        top='steps = 12\nresume = "auto"',
+        top=f'steps = 12\nresume = "auto"\n{top}',
         trainer=f"save_every = {save_every}",
-        rollout=f'journal = "{folder}/journal"\nacknowledge = true',
+        rollout=f'journal = "{folder}/journal"\nacknowledge = true' if has_journal else "",
         script=script,
     )
     return job, (folder / "recipe.py").read_text()
@@ -276,6 +301,44 @@ def test_a_job_that_is_killed_three_times_trains_each_prompt_once(tmp_path: Path
     trained = run_all(job, recipes, (0, 0, 6, 9))
     # The last weights contain the steps before the checkpoint from which the next run continues.
     kept = [*trained[1][:6], *trained[2][:3], *trained[3]]
+    assert sorted(n for step in kept for n in step) == [*range(1, 25)]
+    assert open_tasks(tmp_path / "journal") == []
+
+
+@pytest.mark.parametrize(
+    "has_journal",
+    [pytest.param(False, id="memory"), pytest.param(True, id="journal", marks=pytest.mark.long)],
+)
+def test_a_restart_of_ranks_trains_again_on_the_groups_since_the_checkpoint(
+    tmp_path: Path, has_journal: bool
+) -> None:
+    """Kill the rank in the sixth step. The checkpoint has three steps, so the job trains again on the groups of three steps."""
+    job, recipe = counting_job(tmp_path, has_journal=has_journal, top="audit = true")
+    (trained,) = run_all(job, [kills_rank(recipe, 5)], (3,))
+    # The recipe has a prompt for each group of the 12 steps.
+    assert sorted(n for step in (*trained[:3], *trained[6:]) for n in step) == [*range(1, 25)]
+    assert trained[3:6] == trained[6:9]
+    # The fourth and fifth step led to the versions 4 and 5. Version 6 has the weights of version 3 again.
+    audit = tmp_path / "out" / AUDIT
+    for step, version, again in ((4, 4, 7), (5, 5, 8)):
+        first, second = read_audit(audit, version), read_audit(audit, again)
+        assert (first.step, second.step) == (step, step)
+        assert first.samples == second.samples
+    assert read_audit(audit, 15).step == 12
+    if has_journal:
+        assert open_tasks(tmp_path / "journal") == []
+
+
+def test_a_job_that_is_killed_after_a_restart_of_its_ranks_trains_each_prompt_once(
+    tmp_path: Path,
+) -> None:
+    """Kill the rank in the sixth step, and the controller while the job trains on the groups since the checkpoint again."""
+    job, recipe = counting_job(tmp_path)
+    killed_again = kills_rank(recipe, 5).replace(
+        'print("AFTER"', 'self.killed and step == 4 and os.kill(os.getpid(), 9); print("AFTER"'
+    )
+    trained = run_all(job, [killed_again, recipe], (3, 3))
+    kept = [*trained[0][:3], *trained[1]]
     assert sorted(n for step in kept for n in step) == [*range(1, 25)]
     assert open_tasks(tmp_path / "journal") == []
 

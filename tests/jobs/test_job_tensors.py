@@ -219,6 +219,31 @@ def test_a_job_generates_again_what_a_living_worker_has_freed(tmp_path: Path) ->
 
 
 @pytest.mark.rollouts
+def test_a_restart_of_ranks_generates_the_tensors_since_the_checkpoint_again(
+    tmp_path: Path,
+) -> None:
+    """Kill a rank in the fifth step, after a checkpoint of three steps. The workers have freed the tensors of the fourth step."""
+    job = write(tmp_path, steps=6, trainer="save_every = 3")
+    script, killed = tmp_path / "trainer.py", f"Path({str(tmp_path / 'killed')!r})"
+    kill = f"step == 4 and not {killed}.exists() and ({killed}.touch(), os.kill(os.getpid(), 9))"
+    first = "wrong, found = 0, []"
+    assert script.read_text().count(first) == 1
+    script.write_text(script.read_text().replace(first, f"{kill}; {first}"))
+    status, printed = launch(job)
+    assert status == 0, printed
+    assert "starting the ranks again (restart 1 of at most 3)" in printed
+    assert sorted(trained(tmp_path)) == [*range(6)]
+    # The last line of each step on each rank is of the steps that the last weights contain.
+    last = {
+        (rank, record["step"]): [number for number, _ in record["found"]]
+        for rank in range(2)
+        for line in (tmp_path / f"trained-{rank}.jsonl").read_text().splitlines()
+        if (record := json.loads(line))
+    }
+    assert sorted(number for found in last.values() for number in found) == twice(12)
+
+
+@pytest.mark.rollouts
 def test_a_job_continues_with_a_journal_of_held_tensors(tmp_path: Path) -> None:
     """`kill -9` of the controller: the workers and their tensors end with it, and no group is lost or trained on twice."""
     job = write(

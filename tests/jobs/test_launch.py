@@ -16,6 +16,7 @@ import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
 from certificates import Authority
@@ -273,11 +274,15 @@ def test_a_last_version_that_was_not_published_fails_the_job(tmp_path: Path) -> 
 
 
 WATCHING = """
-# Write one line per sample with the step that trains on it.
+# Write one line per step with its samples, and with answers of the engine before the step.
 import json
 from pathlib import Path
 from recipe import CountSevens
 from windlass.jobs import Task
+from windlass.rollout import SamplingParams
+
+def written(answer):
+    return [answer.versions, answer.prompt_ids, answer.output_ids, answer.logprobs]
 
 class Watching(CountSevens):
     def tasks(self):
@@ -285,12 +290,16 @@ class Watching(CountSevens):
             yield from (Task(prompt_ids=(1, 2, number)) for number in range(8))
 
     def started(self, config, controller, scheduler):
-        self.seen = Path(config.output_dir, "seen")
+        self.seen, self.controller = Path(config.output_dir, "seen"), controller
 
     async def before_step(self, step, samples):
+        greedy = SamplingParams(max_new_tokens=4, temperature=0.0, ignore_eos=True)
+        async with self.controller.evaluation() as evaluation:
+            handles = [evaluation.submit((1, 2, number), greedy) for number in range(8)]
+            answers = await evaluation.wait(handles, deadline_s=30)
+        line = {"step": step, "samples": [*map(written, samples)], "answers": [*map(written, answers)]}
         with self.seen.open("a") as seen:
-            for each in samples:
-                seen.write(json.dumps([step, each.versions, each.prompt_ids, each.output_ids, each.logprobs]) + "\\n")
+            seen.write(json.dumps(line) + "\\n")
 """
 
 
@@ -308,8 +317,8 @@ def test_a_job_restarts_a_dead_trainer_rank_from_its_checkpoint(
 ) -> None:
     """Check a SIGKILL of rank 1 after step 2 was saved, when version 3 is served or half written.
 
-    The engine must then serve the weights of step 2 again, under a new number. Every batch must have the version before its
-    step.
+    The engine must then serve the weights of step 2 again, under a new number. The steps after step 2 must get the same
+    samples again. The samples of all other steps must have the version before their step.
     """
     recipe, died = tmp_path / "watching.py", tmp_path / "died"
     recipe.write_text(WATCHING)
@@ -328,36 +337,40 @@ def test_a_job_restarts_a_dead_trainer_rank_from_its_checkpoint(
         assert job.returncode == 0, printed + (tmp_path / "stderr").read_text()
     assert died.exists()
     assert "starting the ranks again (restart 1 of at most 3)" in printed
-    # Versions after the checkpoint that the engine served before the death.
-    lost = {"train_step": [3], "write": [], "save": [3]}[dies_in]
+    # Steps after the checkpoint that got their samples before the death.
+    repeated = {"train_step": [2, 3], "write": [2], "save": [2, 3]}[dies_in]
     # The second version with the weights of step 2.
     again = 5 if dies_in == "save" else 4
-    steps: dict[int, int] = {}
-    answers: dict[tuple[int, str], float] = {}
-    for line in (tmp_path / "out" / "seen").read_text().splitlines():
-        step, versions, prompt, output, logprobs = json.loads(line)
-        assert len({*versions}) == 1, "no staleness is allowed here"
-        assert steps.setdefault(versions[0], step) == step
-        answers[versions[0], f"{prompt} {output[0]}"] = logprobs[0]
-    assert list(steps.items()) == [
-        *((step, step) for step in (0, 1, 2, *lost)),
-        *((again + n, 2 + n) for n in range(3)),
+    seen = [json.loads(line) for line in (tmp_path / "out" / "seen").read_text().splitlines()]
+    assert [
+        (each["step"], versions(each["samples"]), versions(each["answers"])) for each in seen
+    ] == [
+        *((step, {step}, {step}) for step in (0, 1, *repeated)),
+        *((step, {step}, {again + step - 2}) for step in repeated),
+        *((step, {again + step - 2}, {again + step - 2}) for step in range(2 + len(repeated), 5)),
     ]
+    first, second = seen[2 : 2 + len(repeated)], seen[2 + len(repeated) :]
+    for before, after in zip(first, second, strict=False):
+        assert before["samples"] == after["samples"]
     found = summary(tmp_path)
     assert (found["steps"], found["version"], found["trainer_restarts"]) == (5, again + 3, 1)
     outcomes = found["outcomes"]
     assert isinstance(outcomes, list)
     assert len(outcomes) == again + 4
     assert outcomes.count("published") == again + 4 - (dies_in == "write")
-    of = {
-        version: {what: value for (v, what), value in answers.items() if v == version}
-        for version in (1, 2, again)
-    }
     # A log-probability changes by up to 1e-6 with the other requests in the same batch.
-    same = pytest.approx(of[again], abs=1e-5)
-    assert of[2]
-    assert of[2] == same
-    assert of[1] != same
+    same = pytest.approx(logprobs(second[0]["answers"]), abs=1e-5)
+    assert logprobs(first[0]["answers"]) == same
+    assert logprobs(seen[1]["answers"]) != same
+
+
+def versions(answers: list[Any]) -> set[int]:
+    return {version for of_tokens, *_ in answers for version in of_tokens}
+
+
+def logprobs(answers: list[Any]) -> dict[str, float]:
+    """Return the log-probability of each first token, by prompt and token."""
+    return {f"{prompt} {output[0]}": values[0] for _, prompt, output, values in answers}
 
 
 def test_sigterm_before_the_fleet_is_complete_ends_the_job(tmp_path: Path) -> None:

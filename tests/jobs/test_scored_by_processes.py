@@ -91,7 +91,7 @@ async def next_batch(made: Scoring) -> list[list[float]]:
     finally:
         producer.cancel()
     assert batch is not None
-    return [[sample.reward for sample in group] for group in batch]
+    return [[sample.reward for sample in group] for group in batch.values()]
 
 
 @pytest.mark.parametrize("kind", ["raise", "hang", "kill"])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -16,6 +17,7 @@ from windlass.jobs import Recipe, Task
 from windlass.jobs.config import RolloutSection
 from windlass.jobs.scoring import Scoring
 from windlass.rollout import (
+    GroupHandle,
     RolloutController,
     RolloutGroup,
     SamplingParams,
@@ -42,14 +44,21 @@ class Scored(Recipe):
 
 
 class Rig:
-    """Rollouts of a fake engine, with their scoring."""
+    """Rollouts of a fake engine, with their scoring.
+
+    Attributes:
+        taken: ids of the groups of all batches.
+    """
 
     def __init__(self, rollouts: RolloutController, scoring: Scoring) -> None:
         self.rollouts, self.scoring = rollouts, scoring
+        self.taken: list[int] = []
 
-    def submit(self, num_groups: int) -> None:
-        for number in range(num_groups):
-            self.rollouts.submit_group((1, number + 2), 2, SAMPLING)
+    def submit(self, num_groups: int) -> dict[int, GroupHandle]:
+        handles = [
+            self.rollouts.submit_group((1, number + 2), 2, SAMPLING) for number in range(num_groups)
+        ]
+        return {handle.group_id: handle for handle in handles}
 
     async def next_batch(self, *, is_over: bool = False) -> list[list[float]] | None:
         forever = asyncio.Event()
@@ -63,7 +72,8 @@ class Rig:
             producer.cancel()
         if found is None:
             return None
-        return [[sample.reward for sample in group] for group in found]
+        self.taken += found
+        return [[sample.reward for sample in group] for group in found.values()]
 
 
 async def finish(when: asyncio.Event) -> None:
@@ -71,14 +81,19 @@ async def finish(when: asyncio.Event) -> None:
 
 
 @asynccontextmanager
-async def started(reward: Callable[[RolloutGroup], float], config: RolloutSection = CONFIG):  # type: ignore[no-untyped-def]
+async def started(  # type: ignore[no-untyped-def]
+    reward: Callable[[RolloutGroup], float],
+    config: RolloutSection = CONFIG,
+    *,
+    keeps_groups: bool = False,
+):
     policy = StalenessPolicy(max_staleness=9, batch_size=8, max_concurrent=64)
     async with (
         FakeEngine("engine") as engine,
         RolloutController(StaticEngines([engine.entry]), policy) as rollouts,
     ):
         rollouts.run_here({})
-        scoring = Scoring(rollouts, Scored(reward), config)
+        scoring = Scoring(rollouts, Scored(reward), config, keeps_groups=keeps_groups)
         try:
             yield Rig(rollouts, scoring)
         finally:
@@ -170,6 +185,25 @@ async def test_scoring_time_does_not_count_for_the_batch_deadline() -> None:
         # Each of the two waits is shorter than the deadline. Together they are longer.
         rig.submit(1)
         assert await rig.next_batch() == [[1.0, 1.0]]
+
+
+async def test_returned_groups_keep_their_order_and_rewards() -> None:
+    rewards = itertools.count(1)
+    config = RolloutSection(sampling=SAMPLING, groups_per_step=2, samples_per_group=2)
+    async with started(lambda _: float(next(rewards)), config, keeps_groups=True) as rig:
+        submitted = rig.submit(8)
+        batches = [await rig.next_batch() for _ in range(3)]
+        # A checkpoint contains the first step.
+        saved, later = rig.taken[:2], rig.taken[2:]
+        rig.rollouts.acknowledge([submitted[group_id].task_ids[0] for group_id in saved])
+        rig.scoring.forget_taken(saved)
+        assert [handle.group_id for handle in rig.scoring.return_groups()] == later
+        assert [await rig.next_batch() for _ in range(2)] == batches[1:]
+        assert rig.taken[6:] == later
+        batches.append(await rig.next_batch())
+        rewarded = [group for batch in batches if batch is not None for group in batch]
+        assert sorted(rewarded) == [[float(n), float(n)] for n in range(1, 9)]
+        assert await rig.next_batch(is_over=True) is None
 
 
 async def test_a_batch_that_times_out_names_the_missing_groups() -> None:

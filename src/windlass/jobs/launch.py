@@ -11,7 +11,7 @@ import shutil
 import signal
 import sqlite3
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
@@ -320,8 +320,8 @@ class Job:
 
         The task of a group from the journal is None.
         """
-        self._trained: list[str] = []
-        """One rollout id of each group that was trained on since the newest checkpoint."""
+        self._trained: dict[int, tuple[str, Task | None]] = {}
+        """Group id -> a rollout's id and the task, for groups that were trained on since the newest checkpoint."""
         trainer, rollout = config.trainer, config.rollout
         self.controller = Controller(
             token=self._token,
@@ -366,6 +366,7 @@ class Job:
             declined=self._forget,
             describe_tasks=self._describe_tasks,
             take_tensors=self._take_tensors,
+            keeps_groups=trainer.save_every > 0,
         )
         self._silence = SilenceWatch(
             self.controller,
@@ -827,7 +828,8 @@ class Job:
         """Start the ranks again from the newest checkpoint after the ranks have failed with `error`.
 
         The job publishes the checkpoint's weights as a new version, because engines may have weights of later steps.
-        Rollouts continue while the ranks restart. The steps since the checkpoint and the current batch are lost.
+        Rollouts continue while the ranks restart. The next steps train again on the groups of the steps since the
+        checkpoint, and on those of the current batch.
 
         Raises:
             TrainerError: there is no checkpoint, or the ranks have failed more than `max_restarts` times since the
@@ -847,11 +849,28 @@ class Job:
             try:
                 with self._waiting_for(lambda: "the trainer ranks to start again"):
                     await self._start_ranks()
+                self._return_groups()
                 async with self._in_step:
                     return await self._publish_loaded()
             except TrainerError as again:
                 error = again
         raise error
+
+    def _return_groups(self) -> None:
+        """Open the groups again that steps have taken since the newest checkpoint.
+
+        Do nothing if `trainer.save_every` is 0: all steps of the job would then be since the checkpoint from which the job
+        started, and the job does not keep all their groups in memory.
+
+        Raises:
+            RolloutError: the journal of rollouts cannot be written.
+        """
+        for handle in self._scoring.return_groups():
+            # A group of the current batch is still open.
+            task, _ = self._open.get(handle.group_id, (None, None))
+            _, task = self._trained.get(handle.group_id, ("", task))
+            self._add_open(task, handle)
+        self._trained = {}
 
     async def _publish_loaded(self) -> None:
         """Publish the weights that the ranks have after their start, without a training step since the last version."""
@@ -887,12 +906,12 @@ class Job:
         (folder / CHECKPOINT_RECORD).unlink(missing_ok=True)
         # Read the recipe's state before the ranks save: tasks that the recipe yields during the save belong to the
         # next checkpoint.
-        state, tasks, trained = self._recipe_state, self._open_tasks(), self._trained
+        state, tasks = self._recipe_state, self._open_tasks()
+        trained = [task_id for task_id, _ in self._trained.values()]
         journal, num_groups = self._journal_position()
         # `num_groups` includes groups of an earlier process whose tasks this job will skip when the recipe yields them
         # again. The recipe's state is from before these tasks, so subtract their number.
         num_groups -= self._num_skipped
-        self._trained = []
         with self._waiting_for(lambda: f"the trainer ranks to save checkpoint {self._steps}"):
             await self._trainers.save(str(folder), deadline_s=self._config.trainer.step_deadline_s)
         checkpoint = Checkpoint(
@@ -902,7 +921,7 @@ class Job:
         )  # fmt: skip
         self._newest = self._output.save_record(checkpoint), checkpoint
         self._restarts_since_checkpoint = 0
-        self._acknowledge(trained)
+        self._forget_trained()
         await asyncio.to_thread(self._output.prune, self._config.trainer.keep)
 
     async def _save_last(self) -> None:
@@ -936,25 +955,20 @@ class Job:
         """Return the id of the rollout journal and the number of rollout groups in it; ("", 0) without a journal."""
         return self.controller.rollouts.position if self._has_journal else ("", 0)
 
-    def _acknowledge(self, task_ids: Sequence[str]) -> None:
-        """Remove groups from the journal of rollouts, because the job has trained on them.
+    def _forget_trained(self) -> None:
+        """Forget the groups that were trained on, in memory and in the journal of rollouts."""
+        trained, self._trained = self._trained, {}
+        self.controller.rollouts.acknowledge([task_id for task_id, _ in trained.values()])
+        self._scoring.forget_taken(trained)
 
-        Do nothing unless `rollout.acknowledge` is set.
-
-        Args:
-            task_ids: one rollout id of each group.
-        """
-        if self._config.rollout.acknowledge:
-            self.controller.rollouts.acknowledge(task_ids)
-
-    async def _step(self, batch: list[list[TrainingSample]], begun_at: float) -> None:
+    async def _step(self, batch: dict[int, list[TrainingSample]], begun_at: float) -> None:
         """Train one step on the samples of each group, and publish the new weights.
 
         Also run the recipe's hooks, record metrics, and remove the groups from the open groups. If the job's settings ask
         for it, write the audit record, update the journal of rollouts, save a checkpoint, and evaluate the new version.
 
         Args:
-            batch: samples of each group.
+            batch: group id -> samples of the group.
             begun_at: time of the event loop when the job began to wait for the batch. The line about the step has the
                 seconds since this time.
 
@@ -963,29 +977,29 @@ class Job:
             WindlassError: a metric is not finite, or a hook or the evaluation failed.
         """
         trainer, step = self._config.trainer, self._steps
-        samples = [sample for group in batch for sample in group]
+        samples = [sample for group in batch.values() for sample in group]
         with self._in_hook(f"before_step of step {step}"):
             await self._recipe.before_step(step, samples)
         self.controller.observe_samples(samples)
         async with self._in_step:
             with self._waiting_for(lambda: f"the trainer ranks to train step {step + 1}"):
                 result = await self._trainers.train_step(
-                    step, batch, deadline_s=trainer.step_deadline_s
+                    step, list(batch.values()), deadline_s=trainer.step_deadline_s
                 )
             _check_metrics(step + 1, result)
-            seeds = self._seeds_of(samples)
+            seeds = self._seeds_of(batch)
             await self._audit(lambda audit: audit.add(self.version + 1, step + 1, samples, seeds))
             await self._publish()
             await self._audit(lambda audit: audit.note_published(self.version))
             self._steps = step + 1
             self._num_trained += 1
-            for group_id in {sample.group_id for sample in samples}:
+            for group_id in batch:
                 if (group := self._open.pop(group_id, None)) is not None:
                     # Take the id from the group's rollouts, because a rollout may have no sample.
-                    self._trained.append(group[1].future.result().rollouts[0].task_id)
+                    task, first = group[0], group[1].future.result().rollouts[0]
+                    self._trained[group_id] = first.task_id, task
             if not trainer.save_every:
-                self._acknowledge(self._trained)
-                self._trained = []
+                self._forget_trained()
             is_last = self._steps == self._config.steps
             if trainer.save_every and (is_last or self._steps % trainer.save_every == 0):
                 await self._save()
@@ -1018,9 +1032,9 @@ class Job:
         if every and self._steps % every == 0:
             await self._evaluate()
 
-    def _seeds_of(self, samples: Sequence[TrainingSample]) -> dict[str, int | None]:
-        """Return rollout id -> seed, for all rollouts of the open groups to which these samples belong."""
-        found = [self._open.get(group_id) for group_id in {each.group_id for each in samples}]
+    def _seeds_of(self, group_ids: Iterable[int]) -> dict[str, int | None]:
+        """Return rollout id -> seed, for all rollouts of these open groups."""
+        found = [self._open.get(group_id) for group_id in group_ids]
         groups = [group[1].future.result() for group in found if group is not None]
         return {each.task_id: each.sampling_seed for group in groups for each in group.rollouts}
 
@@ -1069,12 +1083,11 @@ class Job:
             if checkpoint.recipe and journal == checkpoint.journal:
                 # After a power cut, the journal may lack groups from before the checkpoint, so the difference may be < 0.
                 self._num_skipped = max(num_groups - checkpoint.num_groups, 0)
-        for group_id, handle in rollouts.recovered.groups.items():
+        for handle in rollouts.recovered.groups.values():
             if checkpoint is None and has_position(self._recipe):
                 handle.cancel()
             if not handle.done():
-                self._open[group_id] = None, handle
-                handle.add_done_callback(partial(self._group_ended, group_id))
+                self._add_open(None, handle)
 
     async def _produce(self) -> None:
         """Submit the recipe's tasks one by one, each as soon as the staleness bound admits it, until the tasks end.
@@ -1132,6 +1145,10 @@ class Job:
             min_samples=rollout.min_samples or None,
         )
         self._drawn = None
+        self._add_open(task, handle)
+
+    def _add_open(self, task: Task | None, handle: GroupHandle) -> None:
+        """Record a group as open until the job has trained on it, or the group is declined, fails or is cancelled."""
         self._open[handle.group_id] = task, handle
         handle.add_done_callback(partial(self._group_ended, handle.group_id))
 
@@ -1158,8 +1175,8 @@ class Job:
             else ""
         )
 
-    async def _batch(self, producer: asyncio.Task[None]) -> list[list[TrainingSample]] | None:
-        """Wait for the groups of the next step. Return the samples of each; None if too few tasks are left for a step.
+    async def _batch(self, producer: asyncio.Task[None]) -> dict[int, list[TrainingSample]] | None:
+        """Wait for the groups of the next step. Return their samples by group id; None if too few tasks are left for a step.
 
         For errors see `Scoring.next_batch`.
         """
@@ -1477,13 +1494,18 @@ def room_deadline_s(config: LaunchConfig) -> float:
 
     At the staleness bound, the job waits for the next version. The result is the sum of the deadlines of everything that
     may happen before a version is published: a batch and its scores, fetching large tensors, a step, a checkpoint, an
-    update, and restarts of ranks.
+    update, and restarts of ranks. After a restart, the job first trains the steps since the checkpoint again on the same
+    groups, and the bound admits no task until then.
     """
     rollout, trainer = config.rollout, config.trainer
-    return (
+    step_s = (
         rollout.batch_deadline_s * (1 + rollout.groups_per_step)
-        + 3 * trainer.step_deadline_s
+        + 2 * trainer.step_deadline_s
         + trainer.publish_deadline_s
+    )
+    return (
+        (1 + trainer.save_every) * step_s
+        + trainer.step_deadline_s
         + trainer.max_restarts * (2 * config.start_deadline_s + trainer.publish_deadline_s)
     )
 

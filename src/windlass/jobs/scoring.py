@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import OrderedDict, deque
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Collection, Iterable, Mapping, Sequence
 from functools import partial
 from typing import final
 
@@ -15,8 +15,8 @@ from windlass.errors import PeerTimeout, RolloutError, TrainerError
 from windlass.jobs.config import RolloutSection
 from windlass.jobs.recipe import Recipe, has_filters, in_thread, refused_by, score
 from windlass.rollout.controller import RolloutController
-from windlass.rollout.handles import Rollout, RolloutGroup
-from windlass.rollout.held import held_of
+from windlass.rollout.handles import GroupHandle, Rollout, RolloutGroup
+from windlass.rollout.held import INLINE_NBYTES, held_of, is_large
 from windlass.rollout.messages import TrainingSample
 from windlass.rollout.rewards import RewardError, Scorer
 from windlass.wording import counted
@@ -52,6 +52,8 @@ class Scoring:
         scorer: object that gives each rollout its `Rollout.reward` before the recipe makes samples; None for none. A
             rollout that it cannot score is replaced, and the rest of its group stays.
         declined: function that is called with the id of each group that the recipe declines.
+        keeps_groups: whether groups that a step has taken are kept until `forget_taken`, so that `return_groups` can give
+            them to steps again.
         take_tensors: async function that lets the trainer ranks fetch the large tensors of a step's groups, see
             `TrainController.take_tensors`. The groups are taken only if no tensor is lost.
         describe_tasks: function that returns a text if the job waits for the recipe's tasks; otherwise empty.
@@ -66,6 +68,8 @@ class Scoring:
         declined: Callable[[int], None] = lambda _: None,
         describe_tasks: Callable[[], str] = lambda: "",
         take_tensors: TakeTensors | None = None,
+        *,
+        keeps_groups: bool = False,
     ) -> None:
         self._take_tensors = take_tensors
         self._declined, self._describe_tasks = declined, describe_tasks
@@ -75,7 +79,10 @@ class Scoring:
         self._first_failed: deque[bool] = deque(maxlen=self._window)
         """Whether the first score of each of the newest rollouts failed. Later scores do not count: a rollout that can
         never be scored has many of them."""
-        self._scores: dict[int, asyncio.Task[list[TrainingSample]]] = {}
+        self._scores: dict[int, asyncio.Future[list[TrainingSample]]] = {}
+        self._keeps_groups = keeps_groups
+        self._taken: dict[int, list[TrainingSample]] = {}
+        """Group id -> samples of groups that steps have taken, without groups with large tensors."""
         self._rewards: OrderedDict[int, dict[tuple[str, int], float]] = OrderedDict()
         """Group id -> rewards of (task id, number of the answer), for groups that wait for replaced rollouts."""
         self._slots = asyncio.Semaphore(config.rewards_at_once)
@@ -96,8 +103,10 @@ class Scoring:
         )
         return "; ".join(filter(None, (said, self._describe_tasks())))
 
-    async def next_batch(self, producer: asyncio.Task[None]) -> list[list[TrainingSample]] | None:
-        """Return the samples of the groups of one step, or None if too few tasks are left for a step.
+    async def next_batch(
+        self, producer: asyncio.Task[None]
+    ) -> dict[int, list[TrainingSample]] | None:
+        """Return the samples of the groups of one step by group id, or None if too few tasks are left for a step.
 
         If the recipe returns no samples for a group, the group is declined, and another group takes its place.
         `batch_deadline_s` limits the wait for enough complete groups, and separately the scoring of each group.
@@ -124,8 +133,7 @@ class Scoring:
                     found = {group_id: self._scores[group_id] for group_id in scored[:num_groups]}
                     if not await self._have_tensors(found):
                         continue
-                    self._rollouts.take(found)
-                    return [self._scores.pop(group_id).result() for group_id in found]
+                    return self._take(found)
                 self._check_failures()
                 is_short = len(self._scores) < num_groups
                 if producer.done():
@@ -145,7 +153,43 @@ class Scoring:
         finally:
             producer.remove_done_callback(self._note_change)
 
-    async def _have_tensors(self, found: Mapping[int, asyncio.Task[list[TrainingSample]]]) -> bool:
+    def _take(self, group_ids: Collection[int]) -> dict[int, list[TrainingSample]]:
+        """Take scored groups from the rollout controller, and return their samples by group id."""
+        self._rollouts.take(group_ids, keep=self._keeps_groups)
+        batch = {group_id: self._scores.pop(group_id).result() for group_id in group_ids}
+        if self._keeps_groups:
+            self._taken.update({g: found for g, found in batch.items() if not _are_large(found)})
+        return batch
+
+    def forget_taken(self, group_ids: Iterable[int]) -> None:
+        """Forget the samples of taken groups, because a checkpoint contains the steps that have taken them."""
+        for group_id in group_ids:
+            self._taken.pop(group_id, None)
+
+    def return_groups(self) -> tuple[GroupHandle, ...]:
+        """Let the next steps take again, in the same order, the groups that steps have taken since the newest checkpoint.
+
+        The steps get the same samples. Only groups with large tensors are scored again, because neither their answers nor
+        their samples are kept.
+
+        Returns:
+            New handles of the groups, see `RolloutController.return_groups`.
+
+        Raises:
+            RolloutError: the journal of rollouts cannot be written.
+        """
+        handles = self._rollouts.return_groups()
+        for handle in handles:
+            if (samples := self._taken.get(handle.group_id)) is not None:
+                known = self._scores[handle.group_id] = asyncio.get_running_loop().create_future()
+                known.set_result(samples)
+        self._taken.clear()
+        self._changed.set()
+        return handles
+
+    async def _have_tensors(
+        self, found: Mapping[int, asyncio.Future[list[TrainingSample]]]
+    ) -> bool:
         """Let the ranks fetch the large tensors of scored groups. Return whether the step can take these groups now.
 
         A step has not taken the groups yet, so an answer whose tensor is lost can still be replaced. If the worker that
@@ -319,6 +363,12 @@ class Scoring:
             msgspec.structs.replace(each, reward=known[_answer(each)]) for each in group.rollouts
         )
         return msgspec.structs.replace(group, rollouts=rollouts)
+
+
+def _are_large(samples: Sequence[TrainingSample]) -> bool:
+    """Return whether a tensor of the samples is held by another process, or is too large for messages."""
+    tensors = [tensor for sample in samples for tensor in sample.tensors.values()]
+    return any(each.held is not None or is_large(each, INLINE_NBYTES) for each in tensors)
 
 
 def _answer(rollout: Rollout) -> tuple[str, int]:
