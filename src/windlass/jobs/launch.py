@@ -366,7 +366,7 @@ class Job:
             declined=self._forget,
             describe_tasks=self._describe_tasks,
             take_tensors=self._take_tensors,
-            keeps_groups=trainer.save_every > 0,
+            keeps_groups=trainer.save_every > 0 and trainer.max_restarts > 0,
         )
         self._silence = SilenceWatch(
             self.controller,
