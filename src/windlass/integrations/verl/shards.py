@@ -174,20 +174,24 @@ class ShardCheckpointEngine(CheckpointEngine):  # type: ignore[misc]  # verl has
         self._config = ControlConfig(mode=taken)
         self._transport, self._deadline_s = transport, deadline_s
         self._servers: tuple[str, ...] = ()
-        self._shares_gpus = False
+        self._shares_gpus = self._only_joins = False
         self._shards = _Shards()
         self._sync: WeightSync | None = None
         self._version = 0
 
-    def set_servers(self, servers: Sequence[str], shares_gpus: bool) -> None:
-        """Set the servers of the next updates. Every rank must pass the same servers in the same order.
+    def set_servers(
+        self, servers: Sequence[str], shares_gpus: bool, only_joins: bool = False
+    ) -> None:
+        """Set the servers of the next calls of `send_weights`. Every rank must pass the same servers in the same order.
 
         If the servers change, this rank disconnects from the previous servers.
 
         Args:
             servers: URLs of the servers.
             shares_gpus: whether the servers are on the actor's GPUs.
+            only_joins: whether `send_weights` only connects to the servers, and publishes nothing.
         """
+        self._only_joins = only_joins
         if tuple(servers) != self._servers:
             self.finalize()
             self._servers, self._shares_gpus = tuple(servers), shares_gpus
@@ -221,7 +225,6 @@ class ShardCheckpointEngine(CheckpointEngine):  # type: ignore[misc]  # verl has
             self._shards.copy_from(weights)
             if torch.cuda.is_available():
                 torch.cuda.synchronize()
-            self._version += 1
             return await asyncio.to_thread(self._send, weights, _current_gpu())
         finally:
             if self._shares_gpus:
@@ -230,7 +233,10 @@ class ShardCheckpointEngine(CheckpointEngine):  # type: ignore[misc]  # verl has
                 set_expandable_segments(True)
 
     def _send(self, engine: BaseEngine, gpu: int) -> Sent:
-        """Connect to the servers at the first call, and publish the shards. For the errors, see `send_weights`."""
+        """Connect to the servers at the first call. Then publish the shards, unless `set_servers` said to join only.
+
+        For the errors, see `send_weights`.
+        """
         if self._sync is None:
             is_automatic = self._shares_gpus and self._transport == "auto"
             self._sync = WeightSync(
@@ -243,6 +249,9 @@ class ShardCheckpointEngine(CheckpointEngine):  # type: ignore[misc]  # verl has
                 release=partial(self._free, engine, gpu) if self._shares_gpus else None,
                 deadline_s=self._deadline_s,
             )
+        if self._only_joins:
+            return {"metrics": {}, "left_out": {}}
+        self._version += 1
         sent = self._sync.send_weights(self._version)
         metrics = {
             "windlass/update_s": sent.report.update_s,
@@ -319,14 +328,14 @@ class ShardCheckpointManager(CheckpointEngineManager):  # type: ignore[misc]
 
     @auto_await  # type: ignore[untyped-decorator]
     async def sleep_replicas(self) -> None:
-        """Make all replicas sleep. If replicas on the actor's GPUs have not joined the fleet yet, first run an update.
+        """Make all replicas sleep. If replicas on the actor's GPUs have not joined the fleet yet, first let them join.
 
         Raises:
             see `update_weights`.
         """
         # A server that sleeps cannot join, because joining needs the values of all tensors.
         if self._shares_gpus and self._joined != self._urls():
-            await self.update_weights()
+            await self._send(None, only_joins=True)
         await super().sleep_replicas()
 
     @auto_await  # type: ignore[untyped-decorator]
@@ -349,26 +358,10 @@ class ShardCheckpointManager(CheckpointEngineManager):  # type: ignore[misc]
             ray.exceptions.RayTaskError: `ShardCheckpointEngine.send_weights` raised an error. All replicas then stay
                 paused until an update succeeds, as with verl's own manager.
         """
-        others = {replica.config.name for replica in self.replicas} - {"vllm"}
-        if others:
-            raise ConfigError(f"rollout.name must be vllm with {BACKEND}, got {sorted(others)}")
-        urls, shares_gpus = self._urls(), self._shares_gpus
-        replicas = dict(zip(urls, self.replicas, strict=True))
-        num_ranks = self.actor_wg.world_size
-        await asyncio.gather(
-            *self.actor_wg.execute_checkpoint_engine(
-                method=["set_servers"] * num_ranks,
-                servers=[urls] * num_ranks,
-                shares_gpus=[shares_gpus] * num_ranks,
-            )
-        )
-        if not shares_gpus:
-            await self.abort_replicas()
-        sent: list[Sent] = await asyncio.gather(
-            *self.actor_wg.update_weights(global_steps=global_steps, mode=HANDS_OVER_ENGINE)
-        )
-        self._joined = urls
-        left_out = sent[0]["left_out"]
+        shares_gpus = self._shares_gpus
+        replicas = dict(zip(self._urls(), self.replicas, strict=True))
+        sent = await self._send(global_steps)
+        left_out = sent["left_out"]
         serving = [replica for url, replica in replicas.items() if url not in left_out]
         if global_steps is not None:
             await asyncio.gather(
@@ -384,7 +377,35 @@ class ShardCheckpointManager(CheckpointEngineManager):  # type: ignore[misc]
             raise PeerUnreachable(
                 f"replicas do not serve the weights of step {global_steps}: {reasons}"
             )
-        return sent[0]["metrics"]
+        return sent["metrics"]
+
+    async def _send(self, global_steps: int | None, *, only_joins: bool = False) -> Sent:
+        """Call `send_weights` of every actor rank, and return the result of rank 0. Raises as `update_weights` does.
+
+        Args:
+            global_steps: see `update_weights`.
+            only_joins: see `ShardCheckpointEngine.set_servers`.
+        """
+        others = {replica.config.name for replica in self.replicas} - {"vllm"}
+        if others:
+            raise ConfigError(f"rollout.name must be vllm with {BACKEND}, got {sorted(others)}")
+        urls, shares_gpus = self._urls(), self._shares_gpus
+        num_ranks = self.actor_wg.world_size
+        await asyncio.gather(
+            *self.actor_wg.execute_checkpoint_engine(
+                method=["set_servers"] * num_ranks,
+                servers=[urls] * num_ranks,
+                shares_gpus=[shares_gpus] * num_ranks,
+                only_joins=[only_joins] * num_ranks,
+            )
+        )
+        if not shares_gpus:
+            await self.abort_replicas()
+        sent: list[Sent] = await asyncio.gather(
+            *self.actor_wg.update_weights(global_steps=global_steps, mode=HANDS_OVER_ENGINE)
+        )
+        self._joined = urls
+        return sent[0]
 
 
 def _new_manager(
