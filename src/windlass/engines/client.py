@@ -195,7 +195,7 @@ def _offers_for(
     """Return the offers of the transport that let peers write into every region.
 
     Raises:
-        ConfigError: no offer reaches every region.
+        ConfigError: no offer lets peers write into every region.
     """
     published = [{exported.endpoint for exported in region.remotes} for region in regions]
     found = tuple(

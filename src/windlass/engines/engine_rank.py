@@ -48,11 +48,11 @@ class EngineApi(Protocol):
     """Engine-specific calls that pause and resume an engine. Only rank 0 makes these calls; they may block."""
 
     def pause(self, mode: PauseMode, deadline_s: float) -> bool:
-        """Make the engine start no new requests, and abort, retract or keep its running requests (see `PauseMode`).
+        """Stop the engine from starting requests, and abort, retract or keep its running requests (see `PauseMode`).
 
         Returns:
-            True if the engine's scheduler is paused until `resume`. False if the scheduler has no such pause, so that the
-            engine stops only while its main loops are blocked.
+            True if the engine's scheduler is paused until `resume`. False if the scheduler cannot be
+            paused. The engine then stops only while its main loops are blocked.
         """
         ...
 
@@ -64,7 +64,7 @@ class EngineApi(Protocol):
         ...
 
     def quiesce(self, pause_id: str, deadline_s: float, *, block: bool) -> None:
-        """Make the main loop of every rank call `QuiesceGate.block` if `block`, else `QuiesceGate.quiesced`.
+        """Make the main loop of every rank call `QuiesceGate.block` if `block` is True, else `QuiesceGate.quiesced`.
 
         Return when all these calls have returned. `QuiesceGate.block` returns at the end of the pause.
         """
@@ -447,8 +447,8 @@ class EngineRank:
         """Leave the current fleet, if any, and unregister the rank's memory. The fleet's controller must have ended.
 
         Raises:
-            ProtocolError: the controller is still connected after `deadline_s`, so a trainer may still write; or the
-                weights may be mixed, so the rank must wait for an update by its current fleet.
+            ProtocolError: the controller is still connected after `deadline_s`, so a trainer may still write. Or
+                the weights may be mixed, so the rank must wait for an update by its current fleet.
         """
         self._require_free(deadline_s)
         if self._client is not None:

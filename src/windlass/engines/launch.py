@@ -106,8 +106,8 @@ def _end_signals() -> int:
 def launch(engine: EngineSpec, description: str | None) -> int:
     """Check the command line of a third-party engine, then start its server, or order a running server to join.
 
-    If the engine's installed release lacks a needed feature, print an error. Print a warning for each other feature
-    that the release lacks.
+    If the engine's installed release lacks a required feature, print an error. If it lacks an optional feature, print
+    a warning.
 
     Args:
         engine: engine with `releases` and a `server`.
@@ -148,8 +148,8 @@ def _set_rendezvous_address(args: argparse.Namespace) -> None:
     """Set `args.dist_init_addr`, the rendezvous address of torch.distributed on the server's first node.
 
     Raises:
-        ConfigError: the address of the first node is unknown, or other nodes cannot reach the server: the
-            advertised host is a loopback address, but the rendezvous address is not.
+        ConfigError: the address of the first node is unknown. Or other nodes cannot reach the server, because the
+            advertised host is a loopback address and the rendezvous address is not.
     """
     if not args.dist_init_addr:
         if not (first := environment_value(FIRST_NODE_VARIABLE)):
@@ -217,7 +217,7 @@ def _check_options(engine: EngineSpec, args: argparse.Namespace, rest: Sequence[
 
 
 def _own_words(args: argparse.Namespace) -> list[str]:
-    """Check numbers in `args`. Return those options that the rules of an engine may refuse, as words of a command line.
+    """Check the numbers in `args`. Return, as command-line words, the options that an engine's rules may refuse.
 
     Raises:
         ConfigError: a number of ranks or nodes is below 1, or the join deadline is not finite and above 0.
@@ -318,10 +318,10 @@ def checked_arguments(engine: EngineSpec, words: Sequence[str]) -> argparse.Name
 
 
 def attach_running(args: argparse.Namespace) -> int:
-    """Order a running server to join a fleet, for `--attach`, and print one JSON line.
+    """Order the running server of `--attach` to join a fleet, and print one JSON line.
 
-    Ranks that have joined a fleet before reuse their captured layout. Ranks that never joined capture their layout
-    now, and must still have the weights of the checkpoint. If this process ends before the server answers, the server
+    A rank that has already joined a fleet reuses its captured layout. A rank that never joined a fleet captures its
+    layout now, so it must still have the weights of the checkpoint. If this process ends before the server answers, the server
     still carries out the order.
 
     Returns:
@@ -364,7 +364,7 @@ def _order_join(args: argparse.Namespace, server: str, url: str, token: str = ""
         ConfigError: the server has no key on this host; nothing was sent.
         EngineRefused: the server did not join; the message has the server's reason.
         PeerUnreachable: the server does not answer.
-        PeerTimeout: the server did not answer within the deadlines of its ranks' captures and joins.
+        PeerTimeout: the server did not answer within the deadlines for the capture and the join.
     """
     key = saved_key(server)
     if not key:

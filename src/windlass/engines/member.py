@@ -96,7 +96,7 @@ class Member(ABC):
         threading.Thread(target=join, name="windlass-join", daemon=True).start()
 
     def _give_up(self, reason: str) -> None:
-        """Report the reason to the controller and on stderr, and end the server: it would get no updates."""
+        """Report the reason to the controller and on stderr, and end the server, because it would get no updates."""
         name = self.name_for(self.controller)
         sys.stderr.write(f"engine {name}: {reason}\n")
         sys.stderr.flush()

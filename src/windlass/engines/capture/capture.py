@@ -210,7 +210,7 @@ def _find_unloaded_mirrors(
     """Return the mirrors (copies of weights) among the tensors that no load changed, by name.
 
     `now` has the tensors of the restored model. `early` is the result of `_find_mirrors_before_loads`. If `early` is
-    None, this function makes the search.
+    None, this function searches the restored model.
 
     Raises:
         UnsupportedLayout: a value depends on weights, but an update cannot refill it; the message names these values.
@@ -357,8 +357,8 @@ def _observe_every_tensor(
 ) -> tuple[Seen, Recompute | None]:
     """Find out whether each tensor that a load changes is a copy of checkpoint elements or a computed tensor.
 
-    Call `_observe_once` until this is known for every tensor. Each further call reads more tensors at every place, or
-    loads test values into every layer instead of only one layer per group of identical layers.
+    Call `_observe_once` until this is known for every tensor. Each call after the first reads more tensors at every
+    place, or loads test values into every layer instead of only one layer per group of identical layers.
 
     Returns:
         The layout of every tensor, and a `Recompute` (None if there is no computed tensor). After an update, the `Recompute`
@@ -401,11 +401,11 @@ def _observe_once(
     Add the paths of changed Python numbers to `loads.counted` and to `loads.held.numbers`. Afterwards the model contains the
     random values.
 
-    `scattered` has the names of tensors above `exact_numel` elements that must be read at every place. If `layers` is
-    given, load digits only for the checkpoint tensors `layers.loaded`.
+    `scattered` has the names of tensors that must be read at every place although they have more than `exact_numel`
+    elements. If `layers` is given, load digits only for the checkpoint tensors in `layers.loaded`.
 
     Raises:
-        _PartRefused: the loader failed because it got only the tensors of `layers.loaded`.
+        _PartRefused: the loader failed, and it got only the tensors in `layers.loaded`.
     """
     codes, seconds = loads.codes, loads.seconds
     with _timed(seconds, "fingerprints"):
@@ -513,11 +513,11 @@ def _compare_values(
 def _is_certain(numbers: ElementIds, check: Check, paddings: Mapping[int, int]) -> bool:
     """Return whether one successful check proves a tensor's layout.
 
-    The padding must have the same bytes as after the load of digits. If the layout was taken over from an identical
-    layer, the tensor must also have at least `FEW` checkpoint elements.
+    The padding must have the same bytes as after the load of digits. If the layout was copied from an identical layer,
+    the tensor must also have at least `FEW` checkpoint elements.
 
-    `paddings` has the fingerprint of a tensor's padding after the load of digits. The key is the `id` of the tensor's
-    `ElementIds`.
+    `paddings` maps the `id` of a tensor's `ElementIds` to the fingerprint of the tensor's padding after the load of
+    digits.
     """
     origin = numbers.origin
     is_read = numbers is origin
@@ -529,10 +529,10 @@ class _PartRefused(Exception):
 
 
 def _load_digit(loads: _Loads, position: int, chosen: frozenset[str] | None) -> None:
-    """Load one digit of the element numbers, for all checkpoint tensors or for the tensors `chosen`.
+    """Load one digit of the element numbers. If `chosen` is given, load only the checkpoint tensors with these names.
 
     Raises:
-        _PartRefused: the loader failed, and it got only the tensors `chosen`.
+        _PartRefused: `chosen` is given, and the loader failed.
     """
     try:
         loads.load(loads.codes.digits(position, chosen))
@@ -570,7 +570,9 @@ def _read_digits(
 
 
 def _find_read_tensors(loads: _Loads, placed: frozenset[str]) -> frozenset[str]:
-    """Load checkpoint tensors to find out which tensors outside `placed` the loader reads. Return their names.
+    """Return the names of the checkpoint tensors outside `placed` that the loader reads.
+
+    To find these tensors, load checkpoint tensors and record the loader's reads.
 
     `placed` has the names of the checkpoint tensors with elements in the model.
     """
@@ -592,7 +594,7 @@ def _record_reads(loads: _Loads, names: frozenset[str]) -> _Reading:
 
 
 def _must_stay(holding: Holding) -> bool:
-    """Return whether capture must refuse a tensor that every load moves.
+    """Return whether capture must refuse the engine if every load moves this tensor.
 
     `Snapshot` restores HELD tensors and CPU attributes, so these may move. The tensor of a Python number has no fixed
     address, because every walk through the model makes a new tensor for the number.
@@ -640,9 +642,10 @@ class _Reading(TorchFunctionMode):
     def over(
         self, weights: Iterator[tuple[str, torch.Tensor]]
     ) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yield the named tensors `weights` unchanged.
+        """Yield the items of `weights` (name, tensor) unchanged.
 
-        Store a weak reference to each tensor, by which `__torch_function__` recognises the tensor when the loader reads it.
+        Store a weak reference to each tensor, so that `__torch_function__` can recognise the tensors that the loader
+        reads.
         """
         while True:
             # `weights` generates the tensor with torch calls, which do not count as reads by the loader.
@@ -782,7 +785,7 @@ def _require_start(loads: _Loads, ignored: Collection[str]) -> None:
 def _require_samples(
     reference: StoredCheckpoint, codes: Codes, seen: Seen, names: Collection[str]
 ) -> None:
-    """Raise UnsupportedLayout if sampled places of the tensors `names` differ from the engine's own checkpoint."""
+    """Raise UnsupportedLayout if a sampled element of a tensor in `names` differs from the engine's own checkpoint."""
     changed: list[str] = []
     samples = {name: seen.samples(name, codes, NUM_SAMPLES) for name in sorted(names)}
     stored = reference.elements((t, at) for found in samples.values() for t, at, _ in found)

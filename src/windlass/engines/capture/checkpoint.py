@@ -96,8 +96,8 @@ class _Index(msgspec.Struct, frozen=True):
 def _files(folder: Path, adapter: bool) -> list[Path]:
     """Return the safetensors files of a checkpoint in the order in which engines read them (`model-2` before `model-10`).
 
-    The order matters if two files have a tensor of the same name: the later file wins. Without an index, return all
-    safetensors files except the file of an adapter. If `adapter`, return only the adapter's file.
+    The order matters if two files have a tensor of the same name: the later file wins. If the folder has no index,
+    return all safetensors files except the file of an adapter. If `adapter` is True, return only the adapter's file.
 
     Raises:
         ConfigError: the index is invalid, or names a file outside the folder.
@@ -195,13 +195,13 @@ class StoredCheckpoint:
     adapter: bool = False
 
     def tensors(self, chosen: Collection[str] | None = None) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yield all tensors, or the tensors named `chosen`, sorted by name. The caller owns each tensor."""
+        """Yield (name, tensor), sorted by name; only the names in `chosen`, if given. The caller owns each tensor."""
         with _opened(self.folder, self.adapter) as stored:
             for name in sorted(stored if chosen is None else stored.keys() & set(chosen)):
                 yield name, stored[name].get_tensor(name)
 
     def elements(self, places: Iterable[tuple[str, int]]) -> Iterator[torch.Tensor]:
-        """Yield single elements, (1,) each. Each item of `places` is a tensor's name and a row-major index."""
+        """Yield one element, as a tensor of shape (1,), for each item of `places`: (tensor name, row-major index)."""
         with _opened(self.folder, self.adapter) as stored:
             for name, place in places:
                 entry = stored[name].get_slice(name)

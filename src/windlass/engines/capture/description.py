@@ -249,11 +249,11 @@ class Seen:
         return self.numbers[name].parts(codes, MAX_BOXES)
 
     def scattered(self, codes: Codes) -> frozenset[str]:
-        """Return the names of the tensors that capture must still read at every place.
+        """Return the names of the tensors that capture must read again, at every place.
 
-        A tensor is in the result if its captured elements failed the check. It is also in the result if capture has
-        read it only in rows, and the loader multiplies it by a factor or it contains more than `MAX_BOXES` boxes of one
-        checkpoint tensor.
+        The result contains each tensor whose captured elements failed the check. If capture has read a tensor only in
+        rows, the result contains it in two more cases: the loader multiplies the tensor by a factor, or one checkpoint
+        tensor has more than `MAX_BOXES` boxes in it.
         """
         in_rows = {name for name, numbers in self.numbers.items() if not numbers.by_place}
         return self.unproven | {
@@ -273,10 +273,10 @@ class Seen:
         return {codes.specs[index].name for index in tensors}
 
     def samples(self, name: str, codes: Codes, num_places: int) -> list[tuple[str, int, int]]:
-        """Return about `num_places` sample elements of one of the engine's tensors.
+        """Return about `num_places` sample elements of the engine's tensor `name`.
 
-        The samples include at least one element of each checkpoint tensor in `sources`. Each sample is the checkpoint
-        tensor's name, the flat index in the checkpoint tensor, and the place in the engine's tensor.
+        The samples include at least one element of each checkpoint tensor in `sources`. Each sample is a tuple: the
+        checkpoint tensor's name, the flat index in the checkpoint tensor, and the place in the engine's tensor.
         """
         if (parts := self.boxes_of(name, codes)) is not None:
             boxes = [(spec, placed) for spec, boxes in parts for placed in boxes]
@@ -384,7 +384,7 @@ def _received_dtype(name: str, holding: Holding, parts: Parts) -> DType:
     """Return the dtype that updates send for a tensor.
 
     Usually this is the dtype of the engine's tensor. If the engine's tensor is bfloat16 and its checkpoint tensor is
-    float16, or the reverse, updates send the checkpoint's dtype: each of the two dtypes lacks values of the other.
+    float16, or the reverse, updates send the checkpoint's dtype, because each of the two dtypes lacks values of the other.
 
     Raises:
         UnsupportedLayout: the checkpoint's dtype is needed, but the checkpoint tensors have several dtypes.
@@ -492,9 +492,9 @@ def _repack(
     The buffer contains each element once, in checkpoint order.
 
     Raises:
-        UnsupportedLayout: capture has not read every place of the parameter, or a checkpoint tensor has more than
-            `MAX_BOXES` boxes in the buffer, or the buffer needs the checkpoint's dtype and the parameter's checkpoint
-            tensors have several dtypes.
+        UnsupportedLayout: capture has not read every place of the parameter. Or a checkpoint tensor has more than
+            `MAX_BOXES` boxes in the buffer. Or updates must send the checkpoint's dtype, but the parameter's
+            checkpoint tensors have several dtypes.
     """
     if not numbers.by_place:
         raise UnsupportedLayout(

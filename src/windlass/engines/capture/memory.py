@@ -252,7 +252,7 @@ def _of_array(array: np.ndarray[Any, Any]) -> torch.Tensor | None:
 def _copied(node: Node) -> torch.Tensor | None:
     """Return the elements of an object as a tensor if `_writable` cannot return a tensor with the object's memory.
 
-    Such objects are: bytes-like objects, read-only arrays, arrays of another byte order, tensors in a layout of oneDNN,
+    Such objects are: bytes-like objects, read-only arrays, arrays in a non-native byte order, tensors in a layout of oneDNN,
     and weights that torch has packed for a quantised kernel. Return None for any other object, and for a bytes-like
     object of fewer than 32 bytes.
     """
@@ -342,7 +342,7 @@ class Watched:
         return self._reach
 
     def settle(self) -> None:
-        """From now on, ignore new tensors of kind HELD (tensors that are not direct members of a module).
+        """Ignore tensors of kind HELD (not direct members of a module) that appear after this call.
 
         During a load, an engine's loader may keep temporary tensors in objects other than modules.
         """

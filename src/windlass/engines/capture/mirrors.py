@@ -213,7 +213,7 @@ def _in_memory_of(part: Part, copy: torch.Tensor, tensor: torch.Tensor) -> Part:
 
 
 def _readings(target: Holding, sources: Sequence[Holding]) -> Iterator[Holding]:
-    """Yield a tensor. If it is an integer tensor, also yield its memory as floats: an engine may keep floats in bytes.
+    """Yield `target`. If it is an integer tensor, also yield its memory as floats: engines may store floats as bytes.
 
     View the memory as float32, and as each dtype of the sources. For each dtype, yield a vector, and a view in the shape
     of each source with the same number of elements.
@@ -281,7 +281,7 @@ def _rival(holding: Holding, mirror: Mirror, sources: Sequence[Holding]) -> str 
 def _num_common_names(one: str, other: str) -> int:
     """Return the number of leading names (between dots) that two paths share.
 
-    If two weights are equal, the search takes the weight that shares more names with the mirror.
+    If two weights are equal, the search prefers the weight that shares more names with the mirror.
     """
     parts = zip(one.split("."), other.split("."), strict=False)
     return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], parts))
@@ -293,7 +293,7 @@ def _nearest(holding: Holding, sources: Iterable[Holding]) -> list[Holding]:
 
 
 def _varies(tensor: torch.Tensor) -> bool:
-    """Return whether a tensor's first 64 rows (of these, the first 65,536 elements) have more than one distinct value."""
+    """Return whether a tensor has two different values. Read at most 65,536 elements of its first 64 rows."""
     some = tensor.detach()
     some = _comparable(some.reshape(1, 1) if not some.dim() else some[:64].reshape(-1)[: 1 << 16])
     return bool((some != some.reshape(-1)[0]).any())
@@ -397,8 +397,8 @@ def _from_all_rows(
 ) -> Mirror | None:
     """Search matrices for every nonzero row of `rows`, and return the mirror.
 
-    `alike` contains pairs: a weight, and a matrix view of this weight, as wide as `rows`. Return None if a row is missing
-    from all matrices, or if `_is_slice` refuses the rows found in one matrix.
+    Each item of `alike` is a weight and a matrix view of this weight with the width of `rows`. Return None if a row is
+    missing from all matrices, or if `_is_slice` refuses the rows found in one matrix.
     """
     missing = (_comparable(rows) != 0).any(1)
     parts: list[Part] = []
@@ -421,10 +421,10 @@ def _from_all_rows(
 
 
 def _is_slice(places: torch.Tensor, found: torch.Tensor) -> bool:
-    """Return whether a copy of rows `found` to rows `places` looks like a slice or a permutation.
+    """Return whether a copy of a weight's rows looks like a slice or a permutation.
 
-    In a slice, the step between successive row indices rarely changes. A permutation takes every row of a contiguous
-    range once. Rows that a forward pass has gathered from an embedding by token ids look like neither.
+    `found` has the row indices in the weight, and `places` the row indices in the copy. In a slice, the step between
+    successive row indices rarely changes. A permutation contains every row of a contiguous range once. Rows that a forward pass has gathered from an embedding by token ids look like neither.
     """
     steps = torch.stack([places.diff(), found.diff()])
     changes = int((steps[:, 1:] != steps[:, :-1]).any(0).sum()) if len(found) > 2 else 0
@@ -479,7 +479,7 @@ def _hashes(values: torch.Tensor) -> torch.Tensor:
 def _from_pieces(holding: Holding, near: list[Holding]) -> Mirror | None:
     """Return a mirror if a vector is a concatenation of pieces of weights, else None.
 
-    A piece of a weight with several rows must begin at the start of a row.
+    If a weight has several rows, a piece of it must begin at the start of a row.
     """
     vector = holding.tensor.detach()
     at, parts = 0, list[Part]()
@@ -558,7 +558,7 @@ def _from_block(holding: Holding, source: Holding) -> Mirror | None:
 def _correlated(holding: Holding, sources: list[Holding]) -> str | None:
     """Return the name of a weight that correlates with a tensor, or None.
 
-    Only weights of the tensor's shape, or of its transposed shape, are compared.
+    Compare only weights that have the tensor's shape or its transposed shape.
     """
     tensor = holding.tensor.detach()
     if tensor.numel() < LEAST_CORRELATED:
@@ -628,9 +628,9 @@ def _extremes(numbers: Mapping[str, Number], sources: list[Holding]) -> dict[str
 
 
 def _uncommon(value: Number) -> float | None:
-    """Return a number as a float if it has more than five significant bits, else None.
+    """Return a number if it is a finite float with more than five significant bits, else None.
 
-    Settings, such as 0.125 or 448, typically have fewer bits. They may equal an element of a weight by chance.
+    Any other number is probably a setting, such as 0.125 or 448. A setting may equal an element of a weight by chance.
     """
     if isinstance(value, bool | int | complex) or not 0 < abs(value) < float("inf"):
         return None
@@ -682,7 +682,7 @@ class Later:
         self.mirrors = {**mirrors}
 
     def look(self) -> None:
-        """Search for values that the engine has computed from weights since the capture or the last call.
+        """Search for values that the engine has computed from weights since the capture or the previous call.
 
         Add the mirrors among these values to `mirrors`, and remove mirrors that no longer exist. Call this while the engine
         is quiesced, and before the next version writes into the weights.
@@ -724,8 +724,8 @@ class Later:
     def _look(self, *, is_full: bool) -> None:
         """Search new tensors and numbers for copies of weights, and set `mirrors` to the mirrors that exist now.
 
-        A tensor is new if it did not exist at the last call or has another address. If `is_full`, a tensor that was
-        written since the last call is new, too. Record the state of all tensors for the next call.
+        A tensor is new if it did not exist at the previous call or had another address. If `is_full` is True, a tensor is
+        also new if it was written since the previous call. Record the state of all tensors for the next call.
         """
         held = self._walk_again()
         moved = [

@@ -342,7 +342,7 @@ class Signature:
         if shape.has_dict:
             self._containers.append(vars(item).values())
         if isinstance(item, dict):
-            # `values` of a subclass may return a copy, which is no live view.
+            # `values` of a subclass may return a copy, which is not a live view.
             self._containers.append(dict.values(item))
         elif type(item) in (list, set):
             self._containers.append(item)
@@ -374,7 +374,7 @@ class Signature:
             return False
 
     def _holds(self) -> bool:
-        """Compare all recorded identities.
+        """Return whether all recorded identities are unchanged.
 
         Raises:
             RuntimeError: another thread changed a container at the same time.
@@ -388,7 +388,7 @@ class Signature:
         )
 
     def _holds_values(self) -> bool:
-        """Return whether each value is the recorded object, or the walk enters neither the value nor that object."""
+        """Return whether each value is the recorded object. Ignore a new value if the walk enters neither object."""
         ids = self._identities()
         if len(ids) != len(self._ids):
             return False
@@ -492,7 +492,7 @@ class _Walk:
         return node
 
     def add_dict_of(self, module: Node, which: str) -> None:
-        """Add nodes for a module's dict `_parameters` or `_buffers` (`which`), and for the tensors in this dict."""
+        """Add nodes for a module's dict `which` (`_parameters` or `_buffers`), and for the tensors in this dict."""
         held = vars(module.item)[which]
         if isinstance(module.item, torch.jit.ScriptModule):
             held = dict(held.items())
@@ -531,7 +531,7 @@ class _Walk:
     ) -> None:  # fmt: skip
         """Add a node for an object, unless the walk has found the object before.
 
-        The object of `holder` references `item`; `join` and `key` say how. If `path` is None, the path follows from
+        The object of `holder` references `item`; `join` and `key` describe the reference. If `path` is None, the path follows from
         `holder`, `join` and `key`.
         """
         if id(item) in self._seen:
@@ -911,9 +911,10 @@ def _is_data(value: object) -> bool:
 
 
 def _has_state(function: FunctionType) -> bool:
-    """Return whether the walk must visit a function: it has a closure, attributes, or a default that may contain tensors.
+    """Return whether the walk must visit a function.
 
-    Return False for functions of modules that the walk skips.
+    Visit a function if it has a closure, attributes, or a default that may contain tensors. Return False for functions
+    of modules that the walk skips.
     """
     if _is_outside(function.__module__ or "torch"):
         return False
@@ -961,8 +962,9 @@ def _function_in(value: object) -> FunctionType | None:
 def _variables_used_by(functions: list[FunctionType]) -> Iterator[tuple[dict[str, Any], str]]:
     """Yield (namespace, name) of the global variables that `functions` use, directly or through calls.
 
-    Follow any number of calls within one Python module, but only one call into another Python module. Find variables that the code names directly, and variables that it names
-    through their module, as in `kernels.cache`.
+    Follow calls within a Python module to any depth. If a function of another Python module is called, search this
+    function, but not the functions that it calls. Find variables that the code names directly, and variables that it
+    names through their module, as in `kernels.cache`.
     """
     waiting = [(function, True) for function in functions]
     seen = {function.__code__ for function in functions}

@@ -48,8 +48,8 @@ def surroundings(model: torch.device) -> Callable[[], AbstractContextManager[Non
     """Record this thread's torch settings, and return a function that makes contexts with these settings.
 
     `with function():` applies the settings in any thread. The settings are inference mode, the default device and, if
-    `model` (the device of the weights) is a GPU, the current GPU. The context also disables gradients, and waits for
-    GPU work at its end.
+    `model` (the device of the weights) is a GPU, the current GPU. The context also disables gradients. When
+    the `with` block ends, the context waits for GPU work.
     """
     inference, default = torch.is_inference_mode_enabled(), torch.get_default_device()
     cuda = torch.cuda.current_device() if model.type == "cuda" else None
@@ -258,9 +258,10 @@ class Search:
         return members
 
     def _changed_by(self, names: frozenset[str]) -> frozenset[str]:
-        """Load other values for the checkpoint tensors `names`, and the values of `base` for all others.
+        """Return the names of the computed tensors that change if the checkpoint tensors in `names` change.
 
-        Return the names of the computed tensors whose fingerprints then differ from `base`.
+        Load new values for these checkpoint tensors, and the values that led to `base` for all other checkpoint tensors.
+        Then compare the fingerprints with `base`.
         """
         if not names:
             return frozenset()
@@ -286,7 +287,7 @@ class Search:
         """Return the names in `members` that may be sources.
 
         Names with the same numbers (layer, expert) share an index. For each binary digit of the index, first change the
-        values of the tensors with digit 1, then those with digit 0, and observe which computed tensors change.
+        values of the tensors with digit 1, then of the tensors with digit 0, and observe which computed tensors change.
         """
         keys = sorted({_numbers(name) for name in members})
         index = {key: at for at, key in enumerate(keys)}
@@ -414,7 +415,7 @@ class _Part:
     def disturbed(self, sources: frozenset[str]) -> frozenset[str]:
         """Make two trial updates; return the names of tensors that have wrong bytes afterwards or have moved.
 
-        In a trial update, the partial load gets only the tensors `sources`. The right bytes are the bytes after a load
+        In a trial update, the partial load gets only the tensors in `sources`. The right bytes are the bytes after a load
         of the whole checkpoint. If the loader raises in a partial load, return all computed tensors. If it raises in
         a load of the whole checkpoint, raise that error.
         """
@@ -476,7 +477,7 @@ class _Part:
         )
 
     def _unwritten(self, sources: frozenset[str]) -> dict[str, int]:
-        """Return the attribute `unwritten` of the `Recompute` for `sources`: name -> number of elements not written.
+        """Return name -> number of elements that a load of `sources` does not write. See `Recompute.unwritten`.
 
         Fill tensors with NaN and load `sources`, to count the elements that are still NaN. Leave out tensors that the
         loader reads before it writes them, because NaN would spread from them to other tensors.
@@ -528,8 +529,8 @@ def _places(
 ) -> dict[str, int]:
     """Return name -> address for tensors that a load must not move.
 
-    These are the tensors that updates write, and on GPUs also the tensors that a load writes, because CUDA graphs contain
-    the addresses of tensors.
+    These are the tensors that updates write, and the GPU tensors that a load writes, because CUDA graphs contain the
+    addresses of GPU tensors.
     """
     return {
         name: h.address

@@ -305,7 +305,7 @@ class HostCopies:
         self._run(chosen, to_host=False)
 
     def _run(self, chosen: Sequence[int], *, to_host: bool) -> None:
-        """Copy the tensors with the indices `chosen` to the host, or their host copies to the GPU. Wait for the copies."""
+        """Copy tensors to the host if `to_host`, else their host copies to the GPU. `chosen` has their indices. Wait."""
         chunks = [chunk for index in chosen for chunk in _chunks(*self._pairs[index])]
         if not chunks:
             return
@@ -324,9 +324,9 @@ def _chunks(memory: torch.Tensor, copy: torch.Tensor) -> Iterator[_Pair]:
 
 
 def _copy(device: torch.device, to_host: bool, chunks: Sequence[_Pair]) -> None:
-    """Copy one thread's share of the chunks, each a pair (GPU memory, host memory), through pinned staging buffers.
+    """Copy one thread's share of the chunks through pinned staging buffers. Wait until the copies are complete.
 
-    Copy to the host if `to_host`, else to the GPU. The copies are complete when this function returns.
+    Each chunk is a pair: GPU memory, host memory. Copy to the host if `to_host` is True, else to the GPU.
     """
     size = max(len(memory) for memory, _ in chunks)
     stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]

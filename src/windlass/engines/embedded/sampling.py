@@ -51,7 +51,7 @@ def penalised(logits: torch.Tensor, seen: Sequence[int], penalty: float) -> torc
 
 
 def most_probable(logprobs: torch.Tensor, num_tokens: int) -> list[tuple[float, int]]:
-    """Return log-probability and id of at most `num_tokens` tokens that can be sampled, the highest first."""
+    """Return (log-probability, id) of at most `num_tokens` tokens, most probable first; skip tokens with -inf."""
     if not num_tokens:
         return []
     found = logprobs.topk(min(num_tokens, len(logprobs)))

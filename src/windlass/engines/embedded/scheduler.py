@@ -161,7 +161,7 @@ class Scheduler:
             self._changed.notify_all()
 
     def abort(self, rid: str) -> bool:
-        """End the request with this id; its answer has the tokens so far. Return False if there is no such request."""
+        """End the request with this id; its answer has the tokens so far. Return False if no request has this id."""
         with self._changed:
             found = [r for r in (*self._running.values(), *self._waiting) if r.rid == rid]
             for request in found:
@@ -347,7 +347,7 @@ class Scheduler:
             self._finish(request, FinishReason.LENGTH)
 
     def _finish(self, request: Request, reason: FinishReason) -> None:
-        """End a request, free its slot, and call `on_finish`. Do nothing if the request has ended before."""
+        """End a request, free its slot, and call `on_finish`. Do nothing if the request has already ended."""
         if request.finish is not None:
             return
         request.finish = reason
@@ -363,7 +363,7 @@ class Scheduler:
 def _adjusted(logits: torch.Tensor, request: Request) -> torch.Tensor:
     """Return the logits (V), changed by a request's bias and penalties.
 
-    Until the answer has `min_new_tokens` tokens, tokens that would end it get -inf.
+    If the answer has fewer than `min_new_tokens` tokens, the logits of its stop tokens are -inf.
     """
     sampling, output = request.sampling, request.output_ids
     logits = biased(logits, sampling.logit_bias)

@@ -140,7 +140,7 @@ class SleepingHooks:
     def pause(self, pause_id: str, mode: PauseMode, deadline_s: float) -> None:
         """Pause the engine, then wake the weights; see `EngineHooks.pause` and `SleepingWeights.wake`.
 
-        Until `round_ended`, the rank refuses to sleep.
+        The rank then refuses to sleep until `round_ended` is called.
 
         Raises:
             PeerTimeout: the rank did not finish falling asleep within `deadline_s`, or the engine did not pause within
