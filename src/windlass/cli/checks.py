@@ -120,7 +120,7 @@ def check_package() -> Finding:
 
 
 def of_other_project(version: str) -> str:
-    """Return the message for a user who has installed the other project `windlass` from PyPI, in release `version`."""
+    """Return the message for a user who has installed another project's package `windlass`, in release `version`."""
     return (
         f"the package {OTHER_PROJECT} {version} of another project is installed here; it has the same import name and "
         f"command as Windlass, whose package on PyPI is {DISTRIBUTION}"
@@ -186,7 +186,7 @@ def _automatic(offers: Sequence[TransportOffer]) -> list[Finding]:
     for kind in MemoryType:
         here = [offer for offer in offers if offer.traits.memory is kind]
         if any(offer.traits.same_host and not offer.traits.allocates for offer in here):
-            # Like `AutoConfig`, prefer transports that can write into memory that exists already.
+            # Like `AutoConfig`, prefer transports that can write into existing memory.
             here = [offer for offer in here if not offer.traits.allocates]
         said = []
         for where, same_host in (("within this host", True), ("between hosts", False)):

@@ -66,9 +66,10 @@ async def follow_overview(
     The controller sends data at least every `HEARTBEAT_S` seconds.
 
     Raises:
-        PeerTimeout: no data arrived within `deadline_s` at the start, or within `3 * HEARTBEAT_S` later.
+        PeerTimeout: the first data did not arrive within `deadline_s`, or the controller then sent nothing for
+            `3 * HEARTBEAT_S` seconds.
         PeerUnreachable: the connection broke, or the controller did not answer.
-        WindlassError: any other error of `fetch_overview`.
+        ConfigError, AuthenticationError, ProtocolError: see `fetch_overview`.
     """
     longest_s, has_begun = 3 * HEARTBEAT_S, False
     try:
@@ -109,7 +110,7 @@ def _decode(url: str, answer: bytes) -> dict[str, Any]:
     """Decode a controller's answer.
 
     Raises:
-        MsgspecError: the answer is not JSON. ProtocolError: a key that every controller sends is missing.
+        MsgspecError: the answer is not JSON. ProtocolError: the answer lacks a key of an overview.
     """
     found = msgspec.json.decode(answer, type=dict[str, Any])
     if lacking := sorted(_OF_AN_OVERVIEW - found.keys()):

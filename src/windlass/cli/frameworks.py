@@ -111,7 +111,7 @@ def check_framework(name: str) -> tuple[Finding, ...]:
 def check_entry_points(*, but: str | None = None) -> tuple[Finding, ...]:
     """Check that the frameworks in this environment find the entry points of Windlass.
 
-    Return one finding per framework. Frameworks that load no entry points, and the framework `but`, are left out.
+    Return one finding per framework. Leave out the frameworks that load no entry points, and the framework that `but` names.
     """
     return tuple(
         _entry_point(framework)

@@ -225,7 +225,7 @@ class ChangesLinks(Protocol):
         bindings: Sequence[DestinationBinding],
         gone: Collection[str],
     ) -> None:
-        """Bind the links of `plan` to the addresses in `bindings`, and end the links to the ranks `gone`.
+        """Bind the links of `plan` to the addresses in `bindings`, and end the links to the ranks in `gone`.
 
         All other links stay bound. For errors see `Sender.change_links`.
         """

@@ -86,7 +86,7 @@ def _least_loaded(
 
     Args:
         sources: manifests of all trainer ranks.
-        kept: binding of the other engines, with the bytes that each trainer rank sends.
+        kept: binding of the engines that are not new, with the bytes that each trainer rank sends to them.
         num_engines: number of new engines.
     """
     sent, share = kept.sent_by, NEWCOMERS_SPREAD * num_engines / (num_engines + len(kept.engines))
@@ -332,7 +332,8 @@ class FleetBinder:
         Args:
             commands: source -> command without addresses.
             bound: engine rank -> its answer, with the addresses.
-            binding: binding with the links. Links to ranks that get their bytes from other engines are left out.
+            binding: binding with the links. If a rank gets its bytes from another engine, links to this rank are left
+                out.
         """
         direct: dict[str, list[DestinationBinding]] = {}
         for source, destination in binding.links:
@@ -496,7 +497,7 @@ class FleetBinder:
             raise self._unbound(failed, "did not bind the links between engines")
 
     def _refuse(self, wrong: Mapping[str, str], kept: Binding | None) -> None:
-        """Check that `wrong` (engine -> reason) is empty. `kept` is the binding of all other engines.
+        """Check that `wrong` (engine -> reason) is empty. `kept` is the binding of all engines that are not in `wrong`.
 
         Raises:
             EnginesUnbound: some engines cannot be bound.

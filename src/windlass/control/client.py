@@ -119,8 +119,8 @@ class AgentChannel(Client[Command | Probe, Result, Welcome | UpdateReport]):
 def _kind_of(error: Exception, command: Command | Probe | None) -> FailureKind:
     """Return the kind of the failure that the controller gets for `error`.
 
-    `command` is the command that raised; None if it could not be decoded. If the command writes, the kind is UNKNOWN for
-    every error after which bytes may still arrive at the destinations (`is_unknown`).
+    `command` is the command that raised; None if it could not be decoded. If the command writes, and its bytes may still
+    arrive at the destinations despite `error` (`is_unknown`), the kind is UNKNOWN.
     """
     match error:
         case TransferOutcomeUnknown():

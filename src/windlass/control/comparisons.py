@@ -79,7 +79,9 @@ class Comparisons:
         return self._decided
 
     def of_round(self, version: int, binding: Binding) -> tuple[Replicated | None, int, int]:
-        """Return the replicated boxes to compare, and the turn and period that select pieces of them (`due_pieces`).
+        """Return the replicated boxes to compare, and two numbers that select pieces of the boxes.
+
+        The numbers are the arguments `turn` and `period` of `due_pieces`.
 
         The boxes are None if the round compares nothing, because the ranks hold no replicated box or the time budget does
         not allow a comparison.
@@ -99,7 +101,7 @@ class Comparisons:
         Args:
             compare_s: seconds that the slowest rank needed for the comparison; 0 without a comparison.
             update_s: seconds of the whole round.
-            is_published: whether the round published its version. Other rounds add nothing to the budget.
+            is_published: whether the round published its version. If not, the round adds nothing to the budget.
         """
         compared = self._decided
         if compared is not None and not compared.is_first:

@@ -217,8 +217,8 @@ class Coordinator:
     ) -> UpdateReport:
         """Publish a version that all trainer ranks have announced or prepared; return the report.
 
-        Also send the report to the ranks, and call the listeners with it. An error of the update is not raised: the report
-        contains its text.
+        Also send the report to the ranks, and call the listeners with it. If the update fails, raise nothing: the report
+        contains the text of the error.
 
         Args:
             announced: one request per trainer rank.

@@ -24,10 +24,10 @@ ANSWER_S = 2.0
 
 
 def reply_budget_s(deadline_s: float) -> float:
-    """Return the seconds that a peer gets for its work, if the controller waits `deadline_s` for its answer.
+    """Return the seconds within which a peer must end its work, if the controller waits `deadline_s` for the answer.
 
-    The rest is time for the answer. So a trainer answers in time even if its writes to an unreachable engine time out.
-    If a trainer did not answer, the round would end for all engines.
+    The peer sends its answer in the remaining seconds. A trainer then answers in time even if its writes to an
+    unreachable engine time out. If a trainer did not answer, the round would end for all engines.
     """
     return deadline_s - max(0.1 * deadline_s, min(0.3 * deadline_s, ANSWER_S))
 
@@ -98,7 +98,7 @@ class Delivery:
         """Return the commands that write links.
 
         Args:
-            missing: source -> destinations of its links that are not written yet.
+            missing: source -> destinations that the source must still write to.
             ledger: state of all links.
             active: engine ranks that are still part of the round.
             version: version that is written.
@@ -152,13 +152,13 @@ class Delivery:
         return ()
 
     def pop_incomplete(self) -> tuple[bool, frozenset[Link]]:
-        """Return the links that the delivery knows to be incomplete, and clear its record of them.
+        """Return the links that the delivery has recorded as incomplete, and clear this record.
 
         The round calls this when all commands of WRITE or VERIFY are answered, and then writes these links again.
 
         Returns:
-            Two values: whether the next write of these links is free (it does not count towards
-            `ControlConfig.max_rewrites`), and the links.
+            First, True if the next write of these links must not count towards `ControlConfig.max_rewrites`. Second,
+            the links.
         """
         return False, frozenset()
 

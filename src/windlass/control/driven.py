@@ -97,8 +97,8 @@ async def begin(
         coordinator: coordinator of the engines.
         delivery: delivery of the new round.
         pause_s: seconds from now until every engine has paused or is left out.
-        session_s: seconds from the beginning of WRITE in which the caller must call `DrivenRound.end`. Otherwise the round
-            ends without a published version.
+        session_s: seconds within which the caller must call `DrivenRound.end`, from the beginning of WRITE. If the
+            caller is late, the round publishes no version.
 
     Raises:
         PeerUnreachable: no engine is writable (`Fleet.writable_engines`).

@@ -88,7 +88,7 @@ class EngineHooks(Protocol):
         ...
 
     def set_version(self, version: int, deadline_s: float) -> None:
-        """Set the version that the engine stamps on tokens that it generates from now on.
+        """Make the engine stamp `version` on all tokens that it generates from now on.
 
         Idempotent; called before `resume`.
 
@@ -387,8 +387,8 @@ class EngineAgent:
     def _fence(self) -> None:
         """If an earlier round may have left a write unfinished, wait until its bytes can no longer arrive.
 
-        Called before this rank binds again. Sources that are still alive have ended their writes by then, so only bytes
-        of a source that has died can be late.
+        Called before this rank binds again. Running sources have ended their writes by then, so only bytes of a dead
+        source can be late.
         """
         if self._may_be_written:
             self._one_sided.transport.fence(deadline_s=FENCE_S)

@@ -45,7 +45,7 @@ def report_cannot_join(url: str, token: str, engine: str, reason: str) -> None:
             http.ws_connect(url.rstrip("/") + AGENTS_PATH) as socket,
         ):
             await send_frame(socket, encode(CannotJoin(PROTOCOL_VERSION, engine, reason)))
-            # Wait until the controller closes the connection, which it does after it has read the frame.
+            # The controller closes the connection after it has read the frame, so wait for this.
             await socket.receive()
 
     try:

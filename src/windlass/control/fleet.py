@@ -308,9 +308,9 @@ class Fleet:
 
         Raises:
             ManifestError: see `check`.
-            ProtocolError: see `check`; the rank's group has another role or world size; a trainer group with another
-                name is connected; an engine has the name of the trainers' group; an endpoint belongs to another agent;
-                or the rank belongs to a trainer job that was replaced.
+            ProtocolError: see `check`; the rank's group is connected with a different role or world size; a trainer
+                group with a different name is connected; the engine has the name of the trainers' group; an endpoint
+                belongs to a connected agent; or the rank belongs to a trainer job that was replaced.
             MustWait: a process with this name, or ranks of another trainer job, are still connected. A dead process
                 counts as connected until missed heartbeats end its connection.
         """
@@ -347,8 +347,8 @@ class Fleet:
 
         Raises:
             ManifestError: the manifest is invalid, or of another rank or role.
-            ProtocolError: the protocol version differs, the rank is not below the world size, the offers are empty, or
-                an offer is repeated or has an endpoint of another transport.
+            ProtocolError: the protocol version differs, the rank is not below the world size, the offers are empty, two
+                offers have the same transport, or an offer has an endpoint of another transport.
         """
         check_version(hello.protocol_version, hello.worker)
         if not 0 <= hello.rank < hello.world_size:
@@ -391,7 +391,7 @@ class Fleet:
     def _check_job(self, hello: Hello) -> None:
         """Check that a trainer rank belongs to the same job as the connected trainer ranks.
 
-        Ranks of different jobs might have weights from different starts of the trainers.
+        The ranks of different jobs may have different weights.
 
         Raises:
             ProtocolError: the job of the rank was replaced.
@@ -540,7 +540,7 @@ class Fleet:
             self._update_state(group)
 
     def _quarantine(self, engines: Iterable[Identity]) -> None:
-        """Add processes to the record of quarantined processes. Change no connected rank and no state."""
+        """Add processes to the record of quarantined processes. The caller updates the connected agents and engines."""
         self._quarantined |= dict.fromkeys(engines)
         while len(self._quarantined) > MAX_QUARANTINED:
             del self._quarantined[next(iter(self._quarantined))]
@@ -548,8 +548,8 @@ class Fleet:
     def hold(self, trainer: Identity, round_id: RoundId, engines: frozenset[Identity]) -> None:
         """Record that the source `trainer` has not answered the write command of a round.
 
-        No round writes to the processes `engines`, until the source answers (`settle`), its process is replaced by a new
-        one, or `release` is called.
+        No round writes to `engines` until the source answers (`settle`), a new process replaces the source, or `release`
+        is called.
 
         Args:
             trainer: process of the source: a trainer rank, or an engine rank in a catch-up or relay.
@@ -600,7 +600,7 @@ class Fleet:
     def note_first_epoch(self, epoch: int) -> None:
         """Store `epoch`, the epoch of this controller's first bind command. Later calls do nothing.
 
-        `settle` takes an answer with a lower epoch as an answer to an earlier controller.
+        If an answer has a lower epoch, `settle` treats it as an answer to an earlier controller.
         """
         if self._first_epoch is None:
             self._first_epoch = epoch
@@ -609,8 +609,7 @@ class Fleet:
         """Quarantine the ranks that a write of an earlier controller may still reach.
 
         `result` is the answer to the write command. A rank that is not connected is quarantined when it connects again.
-        A process with epoch 0 in its Hello has got no command of an earlier controller, so it takes no part in such a
-        write.
+        A process with epoch 0 in its Hello is not quarantined, because it got no command of an earlier controller.
 
         Returns:
             Whether `result` reports ranks that the write may still reach.
@@ -673,9 +672,9 @@ class Fleet:
         )
 
     def _held_up(self, engine: Group) -> str:
-        """Return a text with the sources for which an engine waits, because they have not answered a write command.
+        """Return a text that names the sources that have not answered a command to write to this engine.
 
-        Return an empty string if the engine's state is not WAITING, or if there is no such source.
+        Return an empty string if the engine's state is not WAITING, or if all sources have answered.
         """
         if engine.status is not EngineStatus.WAITING:
             return ""
@@ -742,8 +741,8 @@ class Fleet:
             binding: binding that the round used.
             round_id: id of the round.
             lineage: lineage of the run that the version belongs to.
-            late: replies that arrived too late for the state machine (`RoundDriver.late`). A reply of a source that gets a
-                hold is passed to `settle`.
+            late: replies that arrived too late for the state machine (`RoundDriver.late`). If a source gets a hold, its
+                late reply is passed to `settle`.
         """
         for name, outcome in finish.engines.items():
             bound = binding.identities_of(binding.engines[name])

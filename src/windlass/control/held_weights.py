@@ -55,7 +55,7 @@ class HeldWeights:
         self._replicated.bind(replicated)
 
     def note_read(self, read: Collection[int]) -> frozenset[int]:
-        """Record which parameters engines get, for the check for NaN and infinity.
+        """Record which parameters engines get. Only these parameters are checked for NaN and infinity.
 
         Args:
             read: indices of these parameters in the manifest.
@@ -84,7 +84,7 @@ class HeldWeights:
                 self._is_watched = True
 
     def note_changes(self) -> None:
-        """Record the name of a parameter that has changed since `watch`, if one has changed.
+        """If a parameter has changed since `watch`, record its name.
 
         Call this before `TrainerWeights.parameters`, because that call resets the state that `TrainerWeights.changed`
         compares with the weights.
@@ -160,7 +160,7 @@ class HeldWeights:
         If the weights were copied to the replica earlier, return the digests that were computed before this copy.
 
         Raises:
-            RoundAborted: the weights were copied earlier, and these digests were not computed for the same command.
+            RoundAborted: the weights were copied earlier, and no digests were computed for this command before the copy.
         """
         compare_s = 0.0
         replica = self._one_sided.replica
@@ -198,7 +198,7 @@ class HeldWeights:
             )
 
     def checked(self, sent: Written) -> Written:
-        """Return the answer to a write with the results of this rank's checks.
+        """Add the results of this rank's checks to `sent`, the answer to a write. Return the new answer.
 
         If a parameter changed during the write, links with status OK or FAILED become failed links that name the
         parameter. Digests do not detect such a change, because the sender computes a digest of the bytes that it has

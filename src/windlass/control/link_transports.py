@@ -34,7 +34,8 @@ class LinkAddresses:
     def choose(self, links: Iterable[Link]) -> dict[str, str]:  # noqa: ARG002
         """Choose a transport for each link. This base class chooses no transport.
 
-        A subclass records the transports in `choices`, and the links whose transports have strided stores in `strided`.
+        A subclass records each link's transport in `choices`. If the transport has strided stores, the subclass also adds
+        the link to `strided`.
 
         Returns:
             Destination -> reason, for destinations that a source cannot reach over any transport.
@@ -104,7 +105,7 @@ class LinkTransports(LinkAddresses):
         bindings: Mapping[str, DestinationBinding],
         sources: Iterable[str],  # noqa: ARG002
     ) -> dict[str, str]:
-        """Return rank -> reason for each engine rank that has bound memory of an endpoint that it has not offered."""
+        """Return rank -> reason for each engine rank that has bound memory at an endpoint without an offer."""
         return {
             worker: f"{worker}: must bind memory only at endpoints that this rank has offered"
             for worker, binding in bindings.items()

@@ -191,9 +191,9 @@ class Members:
         return {who: printable(reason) for who, (_, reason) in self.refusals.items()}
 
     def _note_refusal(self, who: str, engine: str, reason: str) -> None:
-        """Record why `who`, a rank of `engine` or the engine itself, was refused.
+        """Record why a rank of `engine`, or the engine itself, was refused.
 
-        The record lasts until `who` is admitted.
+        `who` is the name of the refused rank or engine. The record lasts until `who` is admitted.
         """
         self.refusals[who] = engine, reason
         if len(self.refusals) > KEPT_REFUSALS:
@@ -218,7 +218,7 @@ class Members:
         """Admit the agent that sent `first` over `socket`: add its rank to the fleet and its session to `sessions`.
 
         Close an earlier connection of the same process. If the agent belongs to a new trainer job, disconnect the ranks
-        of the previous job. Remove the records of refusals of this rank and its engine, and clear `unbindable`. If an
+        of the previous job. Delete the recorded refusals of this rank and its engine, and clear `unbindable`. If an
         engine rank is refused for good and no other process is connected as this rank, record the reason: callers that
         wait for the engine then fail.
 
@@ -250,7 +250,7 @@ class Members:
         return session, Welcome(self._run.round_id.epoch, self._run.lineage)
 
     def _failed_to_join(self, frame: CannotJoin) -> None:
-        """Log and record why an engine cannot join, so that callers that wait for this engine fail."""
+        """Log and record why an engine cannot join. Callers that wait for this engine then fail."""
         reason = frame.message[:MAX_REASON_LENGTH]
         if self.refusals.get(frame.group) != (frame.group, reason):
             _log.error("engine %s cannot join: %s", frame.group, reason)
@@ -283,7 +283,7 @@ class Members:
         return session
 
     async def _free_name(self, hello: Hello) -> None:
-        """Disconnect an engine that has the name of a new trainer rank's group, so that the trainers get this name."""
+        """If an engine has the same name as the trainer group in `hello`, disconnect the engine."""
         group = self._fleet.group_of(hello.group)
         if group is not None and group.role is Role.ENGINE:
             reason = f"group must not be {group.name!r}, the name of the trainers' group"
@@ -343,7 +343,7 @@ class Members:
         """Handle one frame of an admitted agent.
 
         Raises:
-            Garbled: the frame is a `Hello` or `CannotJoin`, which may only be the first frame of a connection.
+            Garbled: the frame is a `Hello` or `CannotJoin`, but not the first frame of the connection.
             ProtocolError: an engine rank sent `Announce`, which only trainer ranks may send.
         """
         match frame:
@@ -405,7 +405,7 @@ class Members:
     async def lost(self, session: AgentSession, reason: str, *, ended: bool = False) -> None:
         """Remove a connection from `sessions`, and its agent from the fleet.
 
-        Let calls that wait for an answer of the agent raise PeerUnreachable. Then call `MemberEvents.lost`, and wake the
+        If calls wait for the agent's answers, they raise PeerUnreachable. Then call `MemberEvents.lost`, and wake the
         coroutines that wait for changes.
 
         Args:
@@ -484,7 +484,7 @@ class Members:
 
     async def close(self) -> None:
         """Close every agent's connection. Idempotent."""
-        # Close all connections at once: closing the connection of an agent that does not answer lasts until a deadline.
+        # Close all connections at once, because each takes until a deadline to close if its agent does not answer.
         closing = (session.close() for session in list(self.sessions.values()))
         await asyncio.gather(*closing, return_exceptions=True)
 

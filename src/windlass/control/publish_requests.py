@@ -139,8 +139,8 @@ class PublishRequests:
     def receive(self, pending: PendingPublish) -> UpdateReport | None:
         """Record an announcement as the newest request of its rank.
 
-        Record nothing if the update of the rank's newest request has begun, and `pending` is the same attempt or an
-        earlier attempt of the same process.
+        If the update of the rank's newest request has begun, record `pending` only if it is a newer attempt or comes from
+        a new process of the rank.
 
         Returns:
             Report to send to the rank if `pending` repeats a request whose update has ended; otherwise None.
@@ -173,8 +173,8 @@ class PublishRequests:
             attempt: attempt number of the withdrawn announcement.
 
         Returns:
-            The dropped request. None if there was no request to drop: the update has begun, the rank has announced again
-            since, or the rank has no request.
+            The dropped request. None if nothing was dropped: the rank has no request, its update has begun, or the
+            rank has sent a newer announcement.
         """
         known = self._newest.get(worker)
         if known is None or known.pending.attempt > attempt or known.has_begun:

@@ -134,7 +134,7 @@ class CatchUps:
 
     @property
     def trainers_stand_still(self) -> bool:
-        """True if all trainer ranks are known to wait with the weights of the published version."""
+        """True if all trainer ranks wait and keep the weights of the published version. False if this is uncertain."""
         trainers = self._fleet.trainers()
         return (
             trainers is not None
@@ -216,7 +216,7 @@ class CatchUps:
         self._failed(trainers.name, attempts, trainers.identities, report.reason)
 
     def lost(self, agent: Agent, *, ended: bool) -> None:
-        """Reset the count of failed attempts of a group that has lost the connection of one of its ranks.
+        """Reset the count of failed attempts for the group of a rank that has lost its connection.
 
         If the lost rank has not answered a write, its hold excludes the destinations of this write from rounds. If `ended`
         is True for an engine rank, also start a task that drops this hold after the deadline of writes, unless the process
@@ -304,7 +304,7 @@ class CatchUps:
     def _failed(
         self, name: str, attempts: _Attempts, donor: frozenset[Identity], reason: str
     ) -> None:
-        """Count a failed attempt. Start a task that tries again after a delay, and cancel an older such task for `name`.
+        """Count a failed attempt. Cancel a task that waits to try again for `name`, and start a new one with a delay.
 
         After `MAX_ATTEMPTS` failures, log a warning and start no task.
         """
@@ -411,8 +411,8 @@ class ResumeRetries:
     async def _retry(self, agent: Agent) -> None:
         """Send an engine rank up to `MAX_ATTEMPTS` commands to resume, each in a new epoch and while no round runs.
 
-        `forget` cancels this task when the rank has resumed. After the last command and another delay, log an error and
-        store in the journal that the rank stays paused.
+        `forget` cancels this task when the rank has resumed. If the rank has not resumed some seconds after the last
+        command, log an error and store in the journal that the rank stays paused.
         """
         worker = agent.hello.worker
         for num_told in range(MAX_ATTEMPTS):

@@ -109,7 +109,7 @@ class Figures:
         values[worker] = values.get(worker, 0.0) + (value if 0 < value < inf else 0.0)
 
     def carry(self, link: Link, nbytes: int, wire_s: float) -> None:
-        """Add bytes that a link carried, and the seconds of the writes. Add nothing if a value is not positive or finite."""
+        """Add bytes that a link carried, and the seconds of the writes. Add nothing unless both are positive and finite."""
         if nbytes > 0 and 0 < wire_s < inf:
             before = self.carried.get(link, Carried(0, 0.0))
             self.carried[link] = Carried(before.nbytes + nbytes, before.wire_s + wire_s)

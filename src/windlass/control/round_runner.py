@@ -73,7 +73,7 @@ class RoundRunner:
             version: the version.
             lineage: the run that the version belongs to.
             binding: sources, engines and links.
-            is_new: whether trainers publish a new version, not one that is published already.
+            is_new: whether trainers publish a new version. False if the version is published already.
         """
         replicated, turn, period = self._comparisons.of_round(version, binding)
         return RoundSpec(

@@ -23,7 +23,7 @@ class Phase(StrEnum):
 
 
 def deadline_of(phase: Phase, deadlines: PhaseDeadlines) -> float:
-    """Return the seconds that a phase may take. `DONE` has no deadline and must not be given."""
+    """Return the seconds that a phase may take. `phase` must not be `DONE`, which has no deadline."""
     return {
         Phase.PREPARE: max(deadlines.prepare_s, deadlines.pause_s),
         Phase.WRITE: deadlines.write_s,

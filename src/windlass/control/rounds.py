@@ -404,8 +404,8 @@ class RoundMachine:
             # A trainer that has answered its write command is needed only if links must be written again.
             if self.phase is Phase.PREPARE or worker in self._links.in_flight:
                 self._give_up(f"{worker}: {reason}")
-            # Do not wait for the lost trainer. Only its answer to `Release` can still be missing, and the end of its
-            # process frees its memory too.
+            # Do not wait for the lost trainer. Only its answer to `Release` can still be missing. Its memory becomes free
+            # anyway when its process ends.
             self.pending = {seq: sent for seq, sent in self.pending.items() if sent[0] != worker}
 
     def _on_deadline(self) -> None:
@@ -507,9 +507,9 @@ class RoundMachine:
     def _refuse_unchanged(self) -> None:
         """End the round without a publication, because the version changes no byte.
 
-        First leave out engines with a link that `sent_before` lacks: it is not known whether the round has changed their
-        weights. All other engines have verified that they have the bytes of the previous version, so their weights are
-        not mixed, and they resume.
+        First leave out each engine with a link that `sent_before` lacks, because the round may have changed its weights.
+        All other engines have verified that they have the bytes of the previous version. Their weights are not mixed,
+        and they resume.
         """
         reason = unchanged_reason(self.version)
         before = self._spec.sent_before or {}
@@ -590,8 +590,8 @@ class RoundMachine:
     def _may_be_mixed(self) -> bool:
         """Return whether an engine that leaves the round now may have mixed weights.
 
-        If writes change live weights, return True after the first write. Otherwise return True from APPLY on. A phase that
-        the controller could not record (`GiveUp.is_blocked`) has not begun.
+        If writes change live weights, return True after the first write. Otherwise return True from APPLY on. If the
+        controller could not record the present phase (`GiveUp.is_blocked`), the previous phase counts.
         """
         if self._delivery.changes_live(self._config.mode):
             return self._wrote

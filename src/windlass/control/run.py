@@ -97,10 +97,10 @@ class Run:
         """Update epoch and published version from the Hello of an admitted agent.
 
         If an agent of this run serves a newer version that is not above `reserved`, record that this version is published.
-        A controller without a journal file accepts a trainer's version of another run, until the controller has bound a
-        plan. No controller accepts such a version from an engine, because the engine may have served an unrelated run.
+        A controller without a journal file also accepts a version of another run from a trainer, until the controller has
+        bound a plan. It never accepts such a version from an engine, because the engine may have served an unrelated run.
         """
-        # An agent refuses epochs below the highest that it has received from any controller.
+        # An agent refuses an epoch that is lower than an epoch that it has received earlier, from any controller.
         epoch = max(self.round_id.epoch, hello.epoch)
         self.round_id = self.round_id._replace(epoch=epoch)
         version, fleet = hello.served_version, self.fleet

@@ -56,9 +56,9 @@ class Suspicions:
         self._had_non_finite = False
 
     def sent_before(self, workers: Collection[str]) -> dict[Link, str]:
-        """Return the digests of all links to the ranks `workers`, for `RoundSpec.sent_before`.
+        """Return the digests of all links to `workers`, for `RoundSpec.sent_before`.
 
-        These ranks must serve the version of `digests`.
+        All `workers` must serve the version of `digests`.
         """
         return {link: digest for link, digest in self.digests.items() if link[1] in workers}
 

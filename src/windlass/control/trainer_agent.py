@@ -108,7 +108,7 @@ class TrainerAgent:
     def close(self) -> None:
         """Free the memory for the comparison of replicated weights, and close the backend's sender. Idempotent.
 
-        This does not close the argument `sender` of the class; the caller must close it.
+        The argument `sender` of the class stays open; the caller must close it.
         """
         self.held.close()
         self._binding.close()

@@ -150,7 +150,7 @@ class Codes:
     def some(self, chosen: frozenset[str], seed: int) -> Iterator[tuple[str, torch.Tensor]]:
         """Yield (name, tensor) for the tensors named in `chosen`, with random values between -2 and 2.
 
-        The values of float8 tensors are those of `random`.
+        Float8 tensors have the values of `random`.
         """
         return self._load(
             lambda first, last, dtype, _chosen: _loud(*self._halves(first, last), seed, dtype),
@@ -174,7 +174,7 @@ class Codes:
     def expected(
         self, numbers: torch.Tensor, seed: int, dtype: torch.dtype, *, loud: bool = False
     ) -> torch.Tensor:
-        """Return the values (n,) that `Codes.random(seed)`, or `Codes.some` if `loud`, yields for these elements.
+        """Return the values (n,) of `random(seed)` for these elements. If `loud`, return the values of `some` instead.
 
         `numbers` has element numbers, (n,) int64, on any device. Each value is generated in the checkpoint's dtype and
         then cast to `dtype`, the dtype of the engine's tensor.
@@ -244,7 +244,7 @@ class Codes:
                 begin = end
             parts = torch.split(made, [spec.numel for spec in batch.specs])
             for spec, part in zip(batch.specs, parts, strict=True):
-                # Clone, so that a tensor that the loader keeps does not keep the whole batch in memory.
+                # Clone, because the loader may keep the tensor. A view would keep the whole batch in memory.
                 yield spec.name, (part.clone() if len(parts) > 1 else part).view(spec.shape)
 
     def _batches(
@@ -290,7 +290,7 @@ def _signed(number: int) -> int:
 def digits_at(
     first: int, last: int, bits: int, position: int, device: torch.device
 ) -> torch.Tensor:
-    """Return the digits at `position` of the numbers [first, last), plus 1, as float32."""
+    """Return, for each number in [first, last), 1 + its digit at `position`, as float32."""
     # Each row of the table is for numbers that differ only in their lowest digit.
     if position:
         rows = torch.arange(first >> bits, (last - 1 >> bits) + 1, device=device)

@@ -186,7 +186,7 @@ class ElementIds:
         """Read the digits that the engine has loaded into the tensor, and add them to the element numbers.
 
         Call this after the engine has loaded the digits at `position` (0 is the lowest).
-        `factor` is the constant factor of the engine's loader for this tensor.
+        `factor` is the constant by which the engine's loader multiplies this tensor.
         """
         memory, bits = memory_of(tensor), codes.digit_bits
         heads, firsts = self._heads.view(-1), memory[:: self._shape[2]]
@@ -338,7 +338,7 @@ class ElementIds:
     def sources(
         self, codes: Codes, shape: tuple[int, ...], chosen: range, limit: int
     ) -> Parts | None:
-        """Return, for each of the `chosen` checkpoint tensors, the boxes of this tensor that have its elements.
+        """Return the boxes of this tensor that contain elements of the checkpoint tensors in `chosen`.
 
         Here each box is a part of this tensor, and its offset and strides are places in a checkpoint tensor. In `parts`
         it is the reverse. Call `check` first, as for `parts`.
@@ -347,7 +347,7 @@ class ElementIds:
             codes: numbering of the checkpoint's elements.
             shape: shape of this tensor, which must be contiguous.
             chosen: indices in `codes.specs`.
-            limit: largest number of boxes.
+            limit: maximum number of boxes per checkpoint tensor.
 
         Returns:
             The chosen tensors with elements in this tensor, each with its boxes; None if a tensor has more than

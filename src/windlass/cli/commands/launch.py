@@ -56,7 +56,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _checked_config(file: Path, *, runs_recipe: bool) -> LaunchConfig:
-    """Make all checks that a start of the job makes, and return the job's configuration.
+    """Make all checks that a launch of the job makes, and return the job's configuration.
 
     If `runs_recipe`, also run the files of the recipe and of the reward function, and call `Recipe.check`.
 

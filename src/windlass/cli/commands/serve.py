@@ -91,7 +91,7 @@ def parse_backend(text: str) -> UpdateBackend:
     """Return the backend for a name (`p2p`), or for a JSON object with the backend's settings.
 
     Raises:
-        ConfigError: `text` is neither a name nor a JSON object, or names a backend that needs more settings.
+        ConfigError: `text` names no backend, or the backend cannot have these settings.
     """
     spelt_out = text if text.startswith("{") else msgspec.json.encode({"type": text})
     try:

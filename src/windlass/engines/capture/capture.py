@@ -113,8 +113,8 @@ def capture(
         worker: identity of the rank.
         ignored: addresses of storages to skip, such as KV caches.
         reference: checkpoint that the engine loaded when it started. Capture loads this checkpoint again, and checks
-            that the model then has the same bytes as before the capture. A loader that skips steps in a second load
-            (such as repacking for a kernel) fails this check. Capture loads only one layer of each group of identical
+            that the model then has the same bytes as before the capture. If the loader skips a step in a second load,
+            for example repacking for a kernel, this check fails. Capture loads only one layer of each group of identical
             layers, and compares `NUM_SAMPLES` places per tensor of the other layers with the checkpoint. If `reference`
             is None, capture makes no such check.
         exact_numel: number of elements up to which capture reads every place of a tensor. In a larger tensor, capture
