@@ -425,7 +425,7 @@ class Job:
             try:
                 await ranks_end
                 if rollouts is not None:
-                    # Call the recipe before the engines end: it may use them, and they serve the last version.
+                    # Call the recipe before the engines end, because the recipe may use them.
                     await self._call_ended(self._summary(rollouts))
             finally:
                 # Only pause the rollout controller here, and close it after the workers have ended. An ending worker
@@ -474,7 +474,7 @@ class Job:
         try:
             write_file(self._output_dir / REPORT, page.encode())
         except OSError as error:
-            # If the disk is full, the job must still end its processes in order.
+            # A full disk must not prevent the job from ending its processes.
             _log.warning("%s is not written: %s", self._output_dir / REPORT, error)
 
     async def _call_ended(self, summary: JobSummary) -> None:
@@ -506,7 +506,8 @@ class Job:
     async def _clean_up(self) -> float:
         """Cancel all rollouts, and wait at most `shutdown_s` until their workflows have cleaned up.
 
-        If the job has got a second signal, cancel nothing. A signal that arrives during the wait ends the wait.
+        Cancel nothing if the job has already received a second signal. A signal that arrives during the wait ends the
+        wait.
 
         Returns:
             Seconds that worker processes get to end afterwards: `shutdown_s` after a complete clean-up, 5 if some
@@ -540,10 +541,10 @@ class Job:
         return deadline_s
 
     async def _end_at_signal(self, work: asyncio.Task[None]) -> None:
-        """Wait for a signal. Then stop dispatching rollouts, wait for the end of a running step or update, and return.
+        """Wait for a signal. Then dispatch no more rollouts, and wait `shutdown_s` for a running step or update.
 
-        If the step or update ends within `shutdown_s` and before a second signal, save a checkpoint, and cancel `work`
-        before this method returns. Otherwise the caller cancels `work`.
+        If the step or update ends in time, save a checkpoint and cancel `work`. A second signal ends the wait. In this
+        case, and after `shutdown_s`, the caller cancels `work`.
         """
         self._stopped_by = await self.signals.get()
         self.controller.rollouts.pause()
@@ -688,7 +689,7 @@ class Job:
     async def _work(self) -> None:
         """Start all processes, publish the first version, and train until the steps are done or the tasks end.
 
-        If the ranks fail, start them again. At the end, stop submitting tasks and scoring groups.
+        If the ranks fail, start them again. At the end, stop the submission of tasks and the scoring of groups.
 
         Raises:
             WindlassError: see `run_job`.
@@ -749,8 +750,8 @@ class Job:
     async def _start(self) -> None:
         """Start the ranks, and wait until ranks, engines and workers are connected.
 
-        Other tasks (`_guard`) start the engines and workers. If the job has no worker processes, run the recipe's workflows
-        in this process. Show on the progress display what is missing.
+        `_guard` starts the engines and workers. If the job has no worker processes, run the recipe's workflows in this
+        process. Show on the progress display which processes are missing.
 
         Raises:
             PeerTimeout: a process did not connect within `start_deadline_s`.
@@ -828,8 +829,8 @@ class Job:
         """Start the ranks again from the newest checkpoint after the ranks have failed with `error`.
 
         The job publishes the checkpoint's weights as a new version, because engines may have weights of later steps.
-        Rollouts continue while the ranks restart. The next steps train again on the groups of the steps since the
-        checkpoint, and on those of the current batch.
+        Rollouts continue while the ranks restart. With `trainer.save_every` > 0, the next steps train again on the
+        groups of the steps after the checkpoint, and then on the groups of the current batch.
 
         Raises:
             TrainerError: there is no checkpoint, or the ranks have failed more than `max_restarts` times since the
@@ -857,10 +858,9 @@ class Job:
         raise error
 
     def _return_groups(self) -> None:
-        """Open the groups again that steps have taken since the newest checkpoint.
+        """Return the groups that steps have taken since the newest checkpoint to the open groups.
 
-        Do nothing if `trainer.save_every` is 0: all steps of the job would then be since the checkpoint from which the job
-        started, and the job does not keep all their groups in memory.
+        Do nothing if `trainer.save_every` is 0, because the job then keeps no groups that steps have taken.
 
         Raises:
             RolloutError: the journal of rollouts cannot be written.
@@ -969,8 +969,8 @@ class Job:
 
         Args:
             batch: group id -> samples of the group.
-            begun_at: time of the event loop when the job began to wait for the batch. The line about the step has the
-                seconds since this time.
+            begun_at: time of the event loop when the job began to wait for the batch. The printed line of the step
+                contains the seconds since this time.
 
         Raises:
             TrainerError: the ranks failed, or the update failed.
@@ -1192,7 +1192,7 @@ class Job:
 
     @contextmanager
     def _in_hook(self, hook: str) -> Iterator[None]:
-        """Run a hook of the recipe inside the block: report a long wait, and name the hook in reports and errors.
+        """Report a long wait for the block, which calls a hook of the recipe. Reports and errors name the hook.
 
         Raises:
             WindlassError: the hook raised an exception.
@@ -1550,8 +1550,8 @@ def _worker(config: LaunchConfig, number: int, url: str) -> ProcessSpec:
 def _engine(config: LaunchConfig, engine: EngineSection, url: str) -> list[ProcessSpec]:
     """Return one process per node of the engine.
 
-    The engine reserves GPUs. With `colocate_with`, the engine instead uses reserved GPUs of the trainers, starting at
-    the named rank's first GPU.
+    By default, the engine reserves its own GPUs. With `colocate_with`, it uses GPUs that the trainers reserved,
+    beginning with the first GPU of the trainer rank `colocate_with`.
 
     Raises:
         ConfigError: the engine's launcher refuses an option, `colocate_with` is not the name of a trainer rank, or the

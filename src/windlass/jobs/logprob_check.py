@@ -86,8 +86,8 @@ class LogprobCheck:
                 found = logits[row, begin : begin + len(sample.output_ids)].detach().float().cpu()
                 distances.append(_distance(found, sample, self._sampling))
             if distances:
-                # Take the smallest distance: a longer conversation may also contain these tokens, but after other
-                # tokens, which change the logits.
+                # The pass may contain these tokens at several places. In a longer conversation, other tokens precede
+                # them and change the logits. So use the place with the smallest distance.
                 self.distances.append(min(distances, key=lambda each: float(each.sum())))
             else:
                 left.append(sample)
@@ -114,7 +114,7 @@ def _whole(tensor: object, num_dims: int) -> torch.Tensor | None:
 
 
 def _find(tokens: torch.Tensor, wanted: Sequence[int]) -> list[tuple[int, int]]:
-    """Return each row and column where the tokens `wanted` begin in `tokens` (B, T), at most `MAX_PLACES`.
+    """Find a sequence of tokens in `tokens` (B, T). Return (row, column) of its begin, for at most `MAX_PLACES` places.
 
     A row may be padded, or contain several samples.
     """
@@ -131,8 +131,8 @@ def _distance(
     """Return the absolute difference between the trainer's and the sample's log-probability, for each trained token.
 
     vLLM applies `top_p` to the `top_k` tokens, and SGLang applies it to all tokens. The sample does not tell which of
-    these engines generated it. So compute both differences, and return the smaller one for each token. The largest
-    result is `_MAX_DISTANCE`.
+    these engines generated it. So compute both differences, and return the smaller one for each token. Replace
+    differences above `_MAX_DISTANCE` by this limit.
 
     Args:
         logits: the trainer's logits (T, V) for the answer's tokens, on the CPU.

@@ -75,15 +75,16 @@ class Task:
 class Recipe(ABC):
     """Base class of the user's code in a job. A recipe yields tasks and scores the answers.
 
-    `tasks` runs in its own thread. `rewards` and `samples` run in up to `rollout.rewards_at_once` threads at a time.
-    The other methods run in the controller's event loop.
+    `tasks`, `state` and `load` run in a thread of their own. The methods that score or accept groups and answers run in
+    up to `rollout.rewards_at_once` threads at a time. The methods for evaluations run in another thread. All other
+    methods run in the controller's event loop.
     """
 
     @abstractmethod
     def tasks(self) -> Iterator[Task]:
         """Yield tasks. The job ends after the last task.
 
-        The job takes the next task as soon as the staleness bound admits another group.
+        The job submits each task as soon as the staleness bound admits its group, and then takes the next task.
 
         Runs in a thread, so this method may block, for example while it reads a dataset.
         """
@@ -125,15 +126,15 @@ class Recipe(ABC):
     ) -> bool:
         """Return whether to train on the samples of a scored group. Runs in a thread.
 
-        A group that is not accepted is declined, and the step waits for another group. For DAPO's dynamic sampling return
-        `rewards_differ(samples)`.
+        If this method returns False, the group is declined, and the step waits for a different group. For DAPO's
+        dynamic sampling, return `rewards_differ(samples)`.
         """
         return True
 
     def evaluation_tasks(self) -> Iterable[Task]:
-        """Return the tasks of each evaluation, if the job has `evaluation.every`. Runs in a thread.
+        """Return the tasks of each evaluation. A job with `evaluation.every` > 0 needs this method. Runs in a thread.
 
-        If a task names a workflow, `workflows` must return it: the controller runs the workflows of evaluations itself.
+        If a task names a workflow, `workflows` must return it, because evaluations run in the controller.
         """
         return ()
 
@@ -172,10 +173,11 @@ class Recipe(ABC):
     async def after_step(  # noqa: B027 - as above
         self, step: int, result: StepResult
     ) -> None:
-        """Handle the metrics of step `step` (from 0) after its weights are published (or copied to replicas).
+        """Handle the metrics of step `step` (counted from 0).
 
+        Called when engines serve the step's weights, or as soon as the weights are copied to replicas that send them.
         Runs in the controller's event loop; the next step begins when this method returns. To generate with the new
-        weights, use `evaluation` of the `Controller` that `started` received.
+        weights, call `evaluation` on the `Controller` that was passed to `started`.
         """
 
     async def ended(self, summary: JobSummary) -> None:  # noqa: B027 - as above
@@ -216,11 +218,11 @@ def find_recipe(
         file: the user's file.
         name: name of the class.
         evaluates: whether the class must define `evaluation_tasks`.
-        has_rewards: whether the job has `[rewards]`, so that the class need not define `rewards`.
+        has_rewards: whether the job has the table `[rewards]`. If so, the class need not define `rewards`.
 
     Raises:
-        ConfigError: there is no such file or class, the file raises an error, or the class does not define a method
-            that it must define.
+        ConfigError: there is no such file or class, the file raises an error, the class lacks a required method, or a
+            hook of the class is not defined with `async def`.
     """
     module = run_file("recipe.file", file, MODULE)
     found = vars(module).get(name)
@@ -327,7 +329,7 @@ def refused_by(recipe: Recipe, group: RolloutGroup) -> list[str] | None:
 def score(recipe: Recipe, group: RolloutGroup) -> list[TrainingSample]:
     """Return the result of `recipe.samples` for a group; an empty list if `recipe.accepts_scored` refuses the samples.
 
-    May block, and raises every error of the recipe.
+    May block. Exceptions of the recipe are not converted.
 
     Raises:
         ConfigError: the recipe returned a value that is not a sequence of `TrainingSample`.
@@ -381,7 +383,7 @@ class CallThread:
 
 
 async def in_thread(what: str, call: Callable[[], _T]) -> _T:
-    """Run code of the recipe in a daemon thread, so that code that hangs does not keep the process alive.
+    """Run code of the recipe in a daemon thread. If the code hangs, the process can still exit.
 
     Args:
         what: name of the code in errors.

@@ -97,7 +97,7 @@ async def replay(
         url: address of the engine. It should serve the version of the sample's tokens.
         sample: the sample.
         sampling: sampling parameters of the sample.
-        seed: seed of the sample's rollout; None for none.
+        seed: seed of the sample's rollout; None if it has no seed.
 
     Raises:
         ConfigError: the sample has no generated token; or `sampling` changes log-probabilities (see `CHANGES_LOGPROBS`)

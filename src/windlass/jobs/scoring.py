@@ -167,10 +167,10 @@ class Scoring:
             self._taken.pop(group_id, None)
 
     def return_groups(self) -> tuple[GroupHandle, ...]:
-        """Let the next steps take again, in the same order, the groups that steps have taken since the newest checkpoint.
+        """Give the next steps the same groups, in the same order, that steps have taken since the newest checkpoint.
 
-        The steps get the same samples. Only groups with large tensors are scored again, because neither their answers nor
-        their samples are kept.
+        The steps get the same samples. If a group has large tensors, its answers are generated and scored again, because
+        the job does not keep such tensors.
 
         Returns:
             New handles of the groups, see `RolloutController.return_groups`.

@@ -94,7 +94,8 @@ class StockTrainer(WrappedEngine[FsdpEngine]):
     def setup(self, context: TrainContext) -> tuple[int, int]:
         """Set up the engine, and load a reference model if `kl_coefficient` is not 0.
 
-        Also take the temperature, and the loss's `constant` if the settings have none, from the job's sampling parameters.
+        Also set the temperature to that of the job's sampling parameters. If the settings have no `constant` for the
+        loss, use `max_new_tokens` of the sampling parameters.
 
         Returns:
             See `FsdpEngine.setup`.

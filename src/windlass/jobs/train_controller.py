@@ -92,7 +92,7 @@ def rank_specs(
     num_gpus: int,
     num_nodes: int,
 ) -> list[ProcessSpec]:
-    """Return the specs of the processes that a `TrainController` with these arguments starts, in rank order.
+    """Return the specs of the rank processes of a `TrainController` that has these arguments, in rank order.
 
     Rank 0 reserves all nodes, cores and GPUs of the job; the other ranks share its reservation.
     """
@@ -243,18 +243,18 @@ class TrainController:
     async def start(self, url: str, *, deadline_s: float) -> None:
         """Start all ranks, wait until they have connected, and call `TrainEngine.setup` on each.
 
-        First end the ranks of an earlier start, and clear their failure. The new ranks do not load a checkpoint; see
+        First end the ranks of an earlier call, and clear their failure. The new ranks do not load a checkpoint; see
         `load`. If an engine still runs on the nodes that the scheduler reserved for the earlier ranks, the new ranks
         start on these nodes, too.
 
         Args:
             url: URL of the server on which this object is mounted, as the ranks can reach it.
-            deadline_s: seconds for the whole start.
+            deadline_s: seconds for the whole call.
 
         Raises:
             ConfigError: the scheduler cannot start the processes.
-            TrainerError: a rank died, did not connect or set up within `deadline_s`, or its `setup` raised or returned
-                data-parallel numbers out of range.
+            TrainerError: a rank died, or did not connect and finish `setup` within `deadline_s`; or its `setup` raised,
+                or returned data-parallel numbers out of range.
         """
         deadline = Deadline.after(deadline_s, "connect")
         await self._end_ranks(BROKEN_GRACE_S)
@@ -297,7 +297,7 @@ class TrainController:
         Args:
             step: number of the step, for `TrainEngine.train_step` of each rank.
             groups: samples of each group. A data-parallel rank may get no group.
-            deadline_s: seconds for the step. Fetching large tensors before the step may take as long again.
+            deadline_s: seconds for the step. The ranks have the same time again to fetch large tensors before the step.
 
         Raises:
             ConfigError: a value of a group is not a `TrainingSample`.
@@ -366,8 +366,8 @@ class TrainController:
 
         Raises:
             ConfigError: this object has no coordinator.
-            TrainerError: this version was not published; the previous version was not published, if ranks send from
-                replicas; or a rank died, did not answer within `deadline_s`, or raised.
+            TrainerError: this version was not published, or a rank died, did not answer within `deadline_s`, or raised.
+                If ranks send from replicas, also: the previous version was not published.
         """
         if self._coordinator is None:
             raise ConfigError("TrainController: coordinator must be given to publish, got none")
@@ -513,7 +513,8 @@ class TrainController:
 
         Args:
             grace_s: limit in seconds of each of three waits: for the update, for the ranks' answers to `Stop`, and for
-                the end of the processes. After a failure, ranks get no `Stop` and have at most `BROKEN_GRACE_S` to end.
+                the end of the processes. After a failure, the ranks do not get `Stop`, and their processes have at most
+                `BROKEN_GRACE_S` to end.
         """
         self._is_closing = True
         if not self._failure:
@@ -532,7 +533,7 @@ class TrainController:
 
         Each process has `grace_s` before SIGKILL. If ending a rank fails, end all other ranks, then raise the first error.
 
-        Clear `ranks_started`, so that the job starts no engine that shares GPUs with ranks before the next `start`.
+        Clear `ranks_started`. The job then waits until the next `start` before it starts engines on the ranks' GPUs.
         """
         self.ranks_started.clear()
 
@@ -589,7 +590,7 @@ class TrainController:
 
         Args:
             waits: future or task of each rank's answer, in rank order; all are cancelled at the end.
-            deadline: deadline of the wait; its purpose names the call in errors.
+            deadline: deadline of the wait. `deadline.purpose` is the name of the call in errors.
             from_ranks: whether the ranks themselves answer. If so, the error for a rank that raised contains the end of
                 the rank's log.
 
@@ -656,7 +657,8 @@ class TrainController:
     ) -> tuple[_Rank, Welcome]:
         """Check the first frame of a connection; return the session of the rank, and the answer to the frame.
 
-        Record the process as the rank's process, with its operations. From rank 0, record the address of the TCP store.
+        Record the process as the rank's process, with its operations. For rank 0, also record the address of its TCP
+        store.
 
         Raises:
             ProtocolError: the frame is not `Joined`; or its protocol version, number of ranks or job id is wrong.

@@ -92,7 +92,7 @@ class TrainingSection(msgspec.Struct, frozen=True, kw_only=True):
         self.loss_config()
 
     def loss_config(self) -> LossConfig:
-        """Return the settings of the loss named `loss`, with values of the job file's `[training]` instead of the defaults.
+        """Return the settings of the job's loss. Values in the job file's `[training]` replace the loss's defaults.
 
         Raises:
             ConfigError: the settings contradict each other.

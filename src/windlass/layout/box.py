@@ -111,9 +111,9 @@ class Box:
 
 
 def chunk(size: int, parts: int, index: int) -> tuple[int, int]:
-    """Return (offset, size) of part `index` if `size` elements are divided into `parts`.
+    """Divide `size` elements into `parts` parts; return (offset, size) of the part with this index.
 
-    The division is that of `torch.chunk` and FSDP2. The last parts may be empty.
+    The parts are the same as those of `torch.chunk` and FSDP2. The last parts may be empty.
     """
     step = -(-size // parts)
     offset = min(index * step, size)

@@ -107,7 +107,7 @@ def scale_shape(shape: tuple[int, ...]) -> tuple[int, ...]:
 
 
 def require_supported(quantized: QuantizedTensor) -> None:
-    """Raise `UnsupportedLayout`, with the reason from `CAPABILITIES`, for a scheme that trainers cannot quantise to."""
+    """Raise `UnsupportedLayout` if trainers cannot quantise to the tensor's scheme. The error names the reason."""
     for capability in CAPABILITIES:
         if capability.scheme is quantized.scheme and capability.reason:
             raise UnsupportedLayout(

@@ -141,7 +141,7 @@ class CudaMemory:
     def pack_link(
         self, program: LinkProgram, addresses: UInt64Array, places: Sequence[range]
     ) -> _CudaPack:
-        """Prepare to pack a link into `places`, which are used in turn; see `MemoryOps`."""
+        """Prepare to pack a link into `places`, one place after the other; see `MemoryOps`."""
         return _CudaPack(self._gpu, program, addresses, places)
 
     def view(

@@ -100,7 +100,7 @@ class HostMemory(MemoryOps):
     def pack_link(
         self, program: LinkProgram, addresses: UInt64Array, places: Sequence[range]
     ) -> _HostPack:
-        """Prepare to pack a link into `places`, which are used in turn; see `MemoryOps`."""
+        """Prepare to pack a link into `places`, one place after the other; see `MemoryOps`."""
         return _HostPack(program, addresses, places)
 
     def view(

@@ -94,7 +94,7 @@ class LinkPack(Protocol):
     def turns(self) -> Sequence[Sequence[PackedPart]]: ...
 
     def pack(self, turn: int, deadline_s: float) -> None:
-        """Gather, cast or quantise the parts of one turn, and wait for the end.
+        """Gather, cast or quantise the parts of one turn. Return when all parts are packed.
 
         Raises:
             TransferFailed: a cast in host memory overflows.

@@ -29,7 +29,7 @@ class Room(NamedTuple):
 
 
 def room_of(ordinal: int) -> Room:
-    """Return the memory of GPU `ordinal`, or of the host if `ordinal` is -1.
+    """Return the total memory of GPU `ordinal`, or of the host if `ordinal` is -1.
 
     If the driver does not answer, the memory has an empty name and size 0. The size of host memory is at most the limit
     of this process's control group.

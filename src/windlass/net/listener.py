@@ -138,8 +138,9 @@ class Listener:
     def admit(self, request: web.Request) -> bool:
         """Stop treating the connection of a request as a stranger. Call this after the request has shown a valid token.
 
-        Return False if the connection is a stranger and its file descriptor is one of those that are reserved for files,
-        because no other one was free. The connection then stays a stranger, and the caller must refuse the request.
+        Return False if the connection is a stranger and has a file descriptor that is reserved for files. This happens
+        when all other descriptors are in use. The connection then stays a stranger, and the caller must refuse the
+        request.
         """
         key = request.get_extra_info("socket")
         if key in self._strangers and _takes_reserved(key):

@@ -71,7 +71,8 @@ class Session(Generic[CommandT, ResultT]):
 
         Args:
             frame: the frame.
-            within_s: seconds to send the whole frame; after that, this process cuts the connection. None for no such limit.
+            within_s: seconds to send the whole frame. After this time, this process closes the connection. None for no
+                limit.
 
         Raises:
             PeerUnreachable: the session has no open connection, or the peer does not read from the connection.

@@ -227,7 +227,7 @@ class Client(Callee[CommandT, ResultT], Closing, Generic[CommandT, ResultT, Fram
     # --- in the loop ---------------------------------------------------------------------------
 
     async def run(self) -> None:
-        """Connect, and connect again after each loss.
+        """Connect, and connect again whenever the connection is lost.
 
         This ends when the task is cancelled, the server refuses this peer or its token, or no connection was possible for
         `give_up_s`. At the end, the futures `welcomed` and `ended` get an exception unless they are done.

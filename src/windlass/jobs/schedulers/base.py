@@ -333,7 +333,10 @@ class Scheduler:
         return _Process(spec, host.reservation, host.reserved)
 
     async def _drive(self, process: _Process) -> None:
-        """Start a process, wait for its end, and record its pid, exit status and failure. Set its two events."""
+        """Start a process, wait for its end, and record its pid, exit status and failure.
+
+        Set `left_queue` when the process has started, and both `left_queue` and `ended` at the end.
+        """
         try:
             process.pid = await self._backend.launch(process.reservation, process.spec)
             process.left_queue.set()
@@ -351,8 +354,8 @@ class Scheduler:
 
         Raises:
             PeerTimeout: the process is still queued after `deadline_s`.
-            PeerUnreachable: the process has ended, or was never started. The text contains the end of its log, or the
-                reason why it was not started.
+            PeerUnreachable: the process has ended, or was never started. The message contains the last lines of its
+                log, or the reason why it was not started.
         """
         process = self._process(name)
         try:
@@ -368,10 +371,9 @@ class Scheduler:
         return self.status(name)
 
     async def wait(self, name: str) -> ProcessStatus:
-        """Wait until the process that now has this name has ended, and return its last state.
+        """Wait until the current process of this name has ended, and return its last state.
 
-        If this process is deleted and another process of the same name is started during the wait, still return the
-        state of this process.
+        Return the state of this process even if the name is given to a new process during the wait.
         """
         process = self._process(name)
         await process.ended.wait()
@@ -432,7 +434,7 @@ class Scheduler:
             await asyncio.wait(pending)
 
     async def _try_signal(self, name: str, number: int) -> None:
-        """Send a signal to a process. Log an error instead of raising it: the process may have ended with its node."""
+        """Send a signal to a process. If this fails, log the error, because the process or its node may be gone."""
         try:
             await self._backend.signal(name, number)
         except WindlassError as error:

@@ -84,7 +84,8 @@ class RayBackend(ClusterBackend):
     async def open(self) -> None:
         """Connect to the cluster or start one on this host; see `ClusterBackend.open`.
 
-        Remove the tokens from the environment of this process. To start a cluster, also set `NICENESS` in the environment.
+        Remove the tokens from the environment of this process. If this method starts a cluster, also set the variable
+        `NICENESS` in this environment.
         """
         try:
             import ray
@@ -189,7 +190,7 @@ class RayBackend(ClusterBackend):
         remove_placement_group(group)
 
     async def close(self) -> None:
-        """Disconnect from the cluster; a cluster that `open` started ends. Idempotent."""
+        """Disconnect from the cluster. If `open` started the cluster, this also shuts it down. Idempotent."""
         if self._opened:
             import ray
 
@@ -204,10 +205,10 @@ async def _close(launcher: Any) -> None:
 
 
 async def answer_of(call: Awaitable[Any], deadline_s: float | None = CALL_DEADLINE_S) -> Any:
-    """Wait until the call of an actor has ended, and return the result of the call.
+    """Wait for the result of a method call to a Ray actor, and return it.
 
     Args:
-        call: pending call of an actor.
+        call: awaitable result of the method call.
         deadline_s: seconds to wait; None to wait without a limit. The wait also ends if the actor dies.
 
     Raises:

@@ -197,7 +197,10 @@ class SlurmBackend(ClusterBackend):
         self._job_of: dict[str, str] = {}
 
     async def open(self) -> None:
-        """Check that Slurm answers, listen for the nodes of jobs, and write the batch script; see `ClusterBackend.open`."""
+        """Check that Slurm answers, listen for connections from nodes of jobs, and write the batch script.
+
+        For the errors see `ClusterBackend.open`.
+        """
         missing = [tool for tool in TOOLS if shutil.which(tool) is None]
         if missing:
             raise TransportUnavailable(
@@ -358,9 +361,10 @@ class SlurmBackend(ClusterBackend):
 
 
 async def _watch_client(reservation: str, job: _Job) -> None:
-    """Wait until `sbatch --wait` ends, some seconds after the job. Then set `job.failure` and `job.is_known`.
+    """Wait until `sbatch --wait` ends, and then set `job.failure` and `job.is_known`.
 
-    `launch` raises an error with the text `job.failure` if the job's first node has not sent its lease.
+    `sbatch --wait` ends some seconds after the job. If the job's first node has not sent its lease, `launch` raises an
+    error with the text `job.failure`.
     """
     said = [line async for line in _lines(job.client)]
     code = await job.client.wait()
@@ -385,7 +389,7 @@ async def _end_client(client: asyncio.subprocess.Process) -> None:
     """Kill a process of this host, and wait at most `COMMAND_DEADLINE_S` for its end."""
     if client.returncode is None:
         client.kill()
-    # A killed process that hangs in a system call does not end; leave it after the deadline.
+    # A killed process that hangs in a system call does not end. So stop waiting after the deadline.
     with contextlib.suppress(TimeoutError):
         async with asyncio.timeout(COMMAND_DEADLINE_S):
             await client.wait()

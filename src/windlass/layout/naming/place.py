@@ -115,9 +115,11 @@ class _Part:
     first_expert: int
 
     def tensor(self, index: int, expert: int | None = None) -> str:
-        """Return the checkpoint name of the rule's tensor `index`.
+        """Return the checkpoint name of one of the rule's tensors.
 
-        `expert` is the expert's number on this rank. None: the number in the parameter's name.
+        Args:
+            index: index of the tensor in the rule.
+            expert: number of the expert on this rank; None for the number in the parameter's name.
         """
         number = self.match.expert if expert is None else expert
         return self.match.rule.tensors[index].format(

@@ -73,8 +73,8 @@ class Gpu:
 
         Args:
             deadline_s: longest time to wait, in seconds.
-            step: event after the training step. The method waits only for this event. None: wait for all work of this
-                process on the GPU, including the work of other libraries.
+            step: event that was recorded after the training step. The method waits only for the work before this event.
+                If it is None, wait for all work of this process on the GPU, including the work of other libraries.
 
         Returns:
             Seconds that the wait took.
@@ -161,10 +161,9 @@ class WaitThreads:
         self._idle: list[SimpleQueue[tuple[Callable[[], None], Future[float]]]] = []
 
     def submit(self, wait: Callable[[], None]) -> Future[float]:
-        """Call `wait` in a thread, and return a future of the call.
+        """Call `wait` in a thread. Return a future of the seconds that the call took.
 
-        The future's result is the number of seconds that the call took. If `wait` raises `TransferFailed`, the future
-        raises it too.
+        If `wait` raises `TransferFailed`, the future raises this error.
 
         Raises:
             RuntimeError: no thread could start.
@@ -179,7 +178,7 @@ class WaitThreads:
         return over
 
     def _serve(self, calls: SimpleQueue[tuple[Callable[[], None], Future[float]]]) -> None:
-        """Make the calls that arrive in this thread's queue, for ever. After each call, mark the thread as idle."""
+        """Run the functions from this thread's queue, for ever. After each function, mark the thread as idle."""
         while True:
             wait, over = calls.get()
             began, failure = time.perf_counter(), None

@@ -108,8 +108,10 @@ class PieceTable:
 def cut_parts(nbytes: Int64Array) -> tuple[range, ...]:
     """Divide pieces into parts of about equal size. Return the index range of each part; () if there are no pieces.
 
-    Make as many parts as possible with an average size of at least `PART_NBYTES`, and at least one part.
-    `nbytes`, (num_pieces,), has the size of each piece.
+    Return as many parts as possible such that their average size is at least `PART_NBYTES`, and at least one part.
+
+    Args:
+        nbytes: (num_pieces,) size of each piece in bytes.
     """
     ends = np.cumsum(nbytes)
     if not len(ends):

@@ -293,8 +293,12 @@ def payload_parts(found: OpPieces, limit: int) -> Iterator[PayloadPart]:
 def _closed_ends(found: OpPieces, pieces: StructuredArray, starts: Int64Array) -> Int64Array:
     """Return, in ascending order, the indices at which a part of the sorted pieces can end; the last is `len(pieces)`.
 
-    A part can end at index i if no piece before i has payload at or after the beginning of piece i. `starts`,
-    (num_pieces,), has the position of each piece in the op's payload.
+    A part can end at index i if the payload of all pieces before i ends before piece i begins.
+
+    Args:
+        found: the op; gives the size of its elements.
+        pieces: the sorted pieces.
+        starts: (num_pieces,) position of each piece in the op's payload, in bytes.
     """
     itemsize = found.op.dst_dtype.itemsize
     # A piece of scales is a block at the source but one element in the payload.
