@@ -221,7 +221,7 @@ def test_a_session_stays_open_when_a_loop_leaves_before_the_write_ends(
 def test_an_engine_with_stages_pauses_only_by_abort_and_drains(loops: Loops, url: str) -> None:
     api = SglangApi(EngineHttp(url), len(loops.gates), loops.gates[0], blocks=False, num_stages=2)
     for mode in (PauseMode.IN_PLACE, PauseMode.RETRACT):
-        with pytest.raises(ConfigError, match=f"must be abort with pipeline stages, .* got {mode}"):
+        with pytest.raises(ConfigError, match=f"must be abort with pipeline stages, got {mode}"):
             api.pause(mode, DEADLINE_S)
     assert loops.seen == []
     assert api.pause(PauseMode.ABORT, DEADLINE_S)
