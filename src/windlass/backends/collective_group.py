@@ -84,7 +84,7 @@ def join_group(
         signature: digest of the content that this member expects; see `signature_of_offer`.
         host: address of this member, for gloo's connections.
         deadline: deadline of the whole call.
-        hosted: the group's store at the source, which hosts it; None at the other members.
+        hosted: store of the group. The source hosts the store and passes it here; the other members pass None.
         gpu: GPU whose kernels fill and empty this member's buffers; None for buffers in host memory.
 
     Raises:
@@ -314,7 +314,7 @@ class TorchBroadcastGroup:
     def finish(self, slot: int, deadline_s: float) -> None:
         """Finish the broadcast of buffer `slot`. Work that the caller queues after this call may read the buffer.
 
-        On rank 0, such work may also overwrite the buffer. With `gpu` and NCCL, this call returns at once and ignores
+        On rank 0, this work may also overwrite the buffer. With `gpu` and NCCL, this call returns at once and ignores
         `deadline_s`: later work in the stream of `gpu` waits for the broadcast, and `drain` reports a late broadcast.
         Otherwise this call waits until the broadcast has ended. If no broadcast of this buffer was started, do nothing.
 

@@ -80,15 +80,15 @@ def write_shards(
 ) -> DiskIndex:
     """Write a rank's shards to a new file, then write the index that names this file. Return the index.
 
-    Readers open the index first, so they read only complete files that are on disk. Then delete older files of this rank
-    and version; if this fails, log a warning.
+    Readers open the index first, so they never read an incomplete file. Afterwards, delete older files of this rank and
+    version; if this fails, log a warning.
 
     Args:
         folder: shared folder.
         version: version of the weights.
         manifest: layout of the rank's parameters.
         addresses: address of each parameter, in manifest order. The address is 0 if the parameter's layout has changed
-            since the manifest was made. No engine needs such a parameter, and the file does not contain it.
+            since the manifest was made. No engine needs this parameter, so the file does not contain it.
         memory: memory of the parameters.
 
     Raises:
@@ -289,7 +289,7 @@ def read_boxes(
         memory: memory at these addresses.
 
     Returns:
-        Field `worker` of each index whose file is unreadable: the file cannot be opened, or differs from its index.
+        The `worker` of each index whose file cannot be opened or does not match the index.
 
     Raises:
         TransferFailed: a cast overflowed, a file's dtype cannot be cast to the parameter's, or work
@@ -383,7 +383,7 @@ def _offset_in_parameter(shard: Shard, part: Box) -> int:
 
 
 def _slice(file: Any, entry: DiskEntry, part: Box) -> Any:
-    """Read only the box `part` of a checkpoint tensor. `entry` describes the tensor in the file that contains the box.
+    """Read only the box `part` of a checkpoint tensor from `file`. `entry` describes the tensor in this file.
 
     Raises:
         TransferFailed: the tensor in the file has another shape than `entry`.

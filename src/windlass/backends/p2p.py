@@ -43,7 +43,7 @@ class P2p(Backend):
         return RelayingReceiver(cast("Receiver", receiver), host) if self._relays else receiver
 
     def kept_part(self, held: Binding, trainers: Group, engines: Sequence[Group]) -> Binding | None:
-        """Return a copy of the binding `held` that lacks the links to changed engines.
+        """Return a copy of `held` without the links to changed engines.
 
         Return None if `held` has relay groups, or if the new binding will have them. A relay group spans several engines,
         so all ranks must bind again.

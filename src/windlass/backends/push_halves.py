@@ -240,7 +240,7 @@ class PushReceiver:
         )
 
     def receive_bucket(self, name: str, tensors: Sequence[WireTensor], deadline_s: float) -> None:
-        """Receive one bucket of whole tensors, copy this rank's boxes out of it into the shadow copy, and record them as arrived.
+        """Receive one bucket of whole tensors. Copy this rank's boxes into the shadow copy, and record them as arrived.
 
         Raises:
             PlanError: a tensor does not belong to this rank's model or has another shape, or its
@@ -375,8 +375,7 @@ class PushReceiver:
 
         Args:
             memory: memory of the bucket and of the shadow copy.
-            found: each copy that is about to run, as a pair (row of a shard, copy of the shard's box out of the
-                bucket).
+            found: copies that are about to run, as pairs (row of a shard, copy of this shard from the bucket).
         """
         differing, copied = "", dict[int, StridedCopy]()
         for row, copy in found:

@@ -328,10 +328,7 @@ class PushUpdates:
         return [web.post("/v1/callback", self._serve)]
 
     async def _serve(self, request: web.Request) -> web.Response:
-        """Carry out a call in a new task, or wait for the task of the same request id, and return the answer.
-
-        Keep the task, so that a repeated request gets the same answer.
-        """
+        """Carry out a call in a new task, and return the answer. A repeated request gets the answer of the first task."""
         try:
             asked = msgspec.msgpack.decode(await request.read(), type=CallbackRequest)
             _check(asked)
@@ -365,7 +362,7 @@ class PushUpdates:
         return CallbackAnswer(error=error)
 
     async def carry_out(self, asked: CallbackRequest) -> tuple[str, ...]:
-        """Carry out a leader's call. Return the engine ranks of the running update for a `MembersCall`, else nothing.
+        """Carry out a leader's call. For a `MembersCall`, return the engine ranks of the running update, else ().
 
         Raises:
             RoundAborted: no update is running, the update or the call failed, or the version was not published.
@@ -399,7 +396,7 @@ class PushUpdates:
     async def _pause(self, leader: str, call: PauseCall, deadline_s: float) -> bool:
         """Begin a round, or join the running round if its engines still wait for tensors; return True.
 
-        If the running round is in another phase, wait for its end and return False: the caller must try again.
+        If the running round is in another phase, wait until it has ended, and return False: the caller must try again.
         """
         async with self._lock:
             latest = self._latest
@@ -445,7 +442,7 @@ class PushUpdates:
                 return
 
     async def _call_all(self, asked: CallbackRequest, command: PushCommand) -> None:
-        """Wait for the call's turn and for the end of earlier commands, and send the command to all engine ranks.
+        """Wait for the call's turn and until earlier commands have ended. Then send the command to all engine ranks.
 
         This makes all engine ranks carry out the commands of all leaders in the same order.
         """

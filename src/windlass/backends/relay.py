@@ -193,9 +193,9 @@ class RelayDelivery(Delivery):
     def answered(self, worker: str, command: Command, result: Result) -> Findings | None:
         """Record that a member has answered `Relay` with `Relayed`, and record the incomplete links from the answer.
 
-        Return the measures, the links over which the member has written to other members, the ranks that may still get
-        late bytes, and the commands that tell other members not to wait for this member any more. Return None for any
-        other answer.
+        Return None if `result` is not the answer to `Relay`. Otherwise return the measures, the links that the member has
+        written, the ranks that may still get late bytes, and commands for the members that `worker` did not reach. These
+        commands tell the members not to wait for `worker`.
         """
         if not isinstance(command, Relay) or not isinstance(result, Relayed):
             return None
@@ -237,7 +237,7 @@ class RelayDelivery(Delivery):
     def left(self, worker: str, *, lost: bool) -> tuple[Order, ...]:
         """Return the commands that tell the ranks below `worker` not to wait for `worker`, which has left the round.
 
-        If its connection is not lost, the member still counts as running, because it may still write.
+        If `lost` is False, `worker` still counts as running, because it may still write.
         """
         if worker not in self._running:
             return ()
@@ -292,7 +292,7 @@ class RelayingSender:
         bindings: Sequence[DestinationBinding],
         gone: Collection[str],
     ) -> None:
-        """Bind the new links of `plan`, and end the links to the ranks `gone`; see `Sender.change_links`.
+        """Bind the new links of `plan`, and end the links to the ranks in `gone`; see `Sender.change_links`.
 
         Raises:
             ProtocolError: relay groups are bound. They must be bound again as a whole, with `connect`.
@@ -362,9 +362,10 @@ class RelayingReceiver:
         return None
 
     def interrupt(self, command: Command | None, round_id: RoundId | None) -> None:
-        """Act on a command during `Relay`: `SkipUpstream` ends the wait for one upstream, `Abort` ends the relay.
+        """Act on a command that arrives during `Relay`. For arguments see `Interruptible.interrupt`.
 
-        A lost connection (`command` None) ends the relay too. For arguments see `Interruptible.interrupt`.
+        For `SkipUpstream`, stop waiting for the upstream. For `Abort`, and for a lost connection (`command` is None), end
+        the relay.
         """
         match command:
             case SkipUpstream() if round_id is not None:

@@ -85,10 +85,9 @@ class Xccl(OwnPathBackend):
         return CollectiveReceiver(self._options, receiver.manifest, receiver.live_addresses, host)
 
     def parts(self, plan: TransferPlan, *, sending: bool) -> dict[str, TransferPlan]:
-        """Return the part of the plan for each rank, with the names of all tensors of the plan.
+        """Return each rank's part of the plan. Every part contains the names of all tensors of the plan.
 
-        The members of a group compare the plan's names before the first broadcast, so all parts must contain the same
-        names.
+        The members of a group compare these names before the first broadcast.
         """
         return plan.parts(sending=sending, all_names=True)
 
@@ -309,7 +308,7 @@ class CollectiveSender:
         )
 
     def _forget_packs(self) -> None:
-        """Close and drop the prepared copy operations that fill the buckets. The buckets stay."""
+        """Close and drop the prepared copy operations that fill the buckets. The buckets stay allocated."""
         for pack in self._packs:
             pack.close()
         self._packs = ()
@@ -357,7 +356,7 @@ class CollectiveReceiver:
         return None
 
     def join(self, offers: Sequence[GroupOffer], deadline_s: float) -> None:
-        """Join the offered group of each source, in the order of the sources' names. Collective.
+        """Join the group that each source offers, in order of the source names. Collective.
 
         Also prepare the copies from the groups' buffers into the parameters or the shadow copy.
 
@@ -617,8 +616,8 @@ def clip(op: BoundOp, start: int, stop: int) -> Iterator[BoundOp]:
 def signature_of_offer(offer: GroupOffer, source_digest: str, plan: str) -> str:
     """Return a digest that all members of a group compare before the first broadcast. It must be equal at all members.
 
-    The digest covers the offer (members, names, dtypes, sizes, order and buckets), the digest of the source's manifest,
-    and the tables of rank names and manifest digests (`plan`), which all parts of one plan share.
+    The digest covers `offer` (members, names, dtypes, sizes, order and buckets), `source_digest` (digest of the source's
+    manifest) and `plan` (tables of rank names and manifest digests, equal in all parts of one plan).
     """
     digest = xxhash.xxh3_128(msgspec.msgpack.encode(offer))
     digest.update(f"{source_digest} {plan}".encode())

@@ -297,9 +297,9 @@ class RelayReceiver:
             return frozenset(of_round.joined)
 
     def refuse(self, round_id: RoundId, upstream: str) -> None:
-        """Do not accept `upstream` in the round. Add an `End`, so that `RelayNode.run` does not wait for `upstream`.
+        """Do not accept `upstream` in the round. Add an `End` to the events, so that `RelayNode.run` does not wait for it.
 
-        If `upstream` was accepted before this call, it stays accepted, and no `End` is added to the events.
+        If `upstream` was accepted before this call, it stays accepted, and this call adds no `End`.
         """
         with self._lock:
             if round_id < self._oldest:
@@ -346,7 +346,10 @@ class RelayReceiver:
                 connection.add_done_callback(lambda _: num_open.release())
 
     async def _read(self, accepted: socket.socket) -> None:
-        """Read one connection to its end. If the writer is accepted, add its frames and its end to the round's events."""
+        """Read one connection until it ends. If the writer is accepted, add its frames to the round's events.
+
+        The last event of an accepted writer is `End` or `DISCONNECTED`.
+        """
         with accepted, contextlib.suppress(OSError, EOFError, ProtocolError):
             stream, writer = await asyncio.open_connection(sock=accepted)
             try:
@@ -358,7 +361,7 @@ class RelayReceiver:
                         writer.write(ACCEPTED)
                         last = await self._follow(stream, opened.upstream, events)
                     finally:
-                        # The writer has sent `End`, or its connection has ended. So it begins no further write.
+                        # The writer has sent `End`, or its connection has ended. In both cases it begins no new write.
                         events.put((opened.upstream, last))
             finally:
                 writer.close()
@@ -458,7 +461,7 @@ class ChunkWriter:
             payload: pieces and chunks of the link.
             local: (n,) addresses of all pieces in this process.
             remote: (n,) addresses of all pieces at the engine rank.
-            landed: message with the number of the chunk, which is sent to the engine rank after the write.
+            landed: message with the number of the chunk. It is sent to the engine rank after the write.
         """
 
         def write(sender: RelaySender) -> None:
@@ -484,8 +487,7 @@ class ChunkWriter:
         earlier = tuple(self._jobs)
 
         def end() -> None:
-            # The pool starts jobs in order, so all earlier jobs have started. They need no further thread, and this wait
-            # cannot block them.
+            # The pool starts jobs in order, so all earlier jobs have a thread already. This wait cannot block them.
             wait(earlier)
             lost = any(job.exception() is not None for job in earlier)
             if self._sender is not None:
@@ -626,7 +628,7 @@ class GroupWrite:
         round_id: RoundId,
         deadline: Deadline,
     ) -> Carried:
-        """Write the chunks of all stripes with the root `root` to this member, and wait for the end of the writes.
+        """Write the chunks of each stripe whose root is `root`, and wait until the writes have ended.
 
         If the link is not packed, send only `End`. If no stripe of this root has a chunk, do nothing.
 
@@ -723,8 +725,8 @@ class RelaySource:
     ) -> Written:
         """Write to the roots of all relay groups. At the same time, the sender writes to all other destinations.
 
-        This rank does not write to members below the roots. For such a member, OK means only that the link is packed and
-        its digest is known. The member itself reports in `Relayed` whether the bytes have arrived.
+        This rank does not write to members below the roots. Their outcome OK means only that the link is packed and has a
+        digest. Each of these members reports in `Relayed` whether its bytes have arrived.
 
         Raises:
             RoundAborted: this rank has no link to one of the destinations.
@@ -780,7 +782,7 @@ class RelaySource:
         Args:
             name: the member.
             digest: digest of the link; empty if the link is not packed as a whole.
-            written: future of `GroupWrite.write_root`, which has ended, if the member is a root; None for other members.
+            written: completed future of `GroupWrite.write_root` if the member is a root, else None.
             arena: arena from which the bytes were sent.
         """
         if written is not None and (lost := written.exception()) is not None:
@@ -1079,8 +1081,8 @@ class RelayNode:
 
         Returns:
             The result for the controller, and the upstreams that disconnected without `End`. With a TCP transport, the
-            operating system of such an upstream may still send bytes. The caller must therefore call the transport's
-            `fence` before it uses this rank's memory.
+            operating system of a disconnected upstream may still send bytes. The caller must therefore call the
+            transport's `fence` before it uses this rank's memory.
 
         Raises:
             PlanError: no group is bound.

@@ -165,8 +165,8 @@ class Replica:
         """Begin a version. Call this before the trainer announces it.
 
         Args:
-            on_taken: function that is called when the weights are copied and may change. None if the weights stay
-                unchanged until the end of the round, so that they may be copied several times.
+            on_taken: function to call when the weights have been copied and may change. With None, the weights must not
+                change until the round has ended, and they may be copied several times.
             version: number of the version. `is_taken` raises RoundAborted for any other version. None accepts all.
             stream: handle of a GPU stream. The copy waits only for work that is in this stream at the time of the call.
                 With None, the copy waits for all work that this process has queued on the GPU.
@@ -271,12 +271,12 @@ class Replica:
     def _copy_by(
         self, gpu: Gpu, sources: UInt64Array, targets: UInt64Array, nbytes: UInt64Array
     ) -> float:
-        """Wait for the trainer's queued work, then copy ranges with a GPU, and wait for the end of the copy.
+        """Wait for the trainer's queued work, then copy ranges with a GPU, and wait until the copy has ended.
 
         `sources`, `targets` and `nbytes` are (n,): addresses, and sizes in bytes.
 
         Returns:
-            Seconds of the wait for the trainer's work.
+            Seconds that this method waited for the trainer's work.
         """
         began = time.perf_counter()
         step, self._step = self._step, None

@@ -59,7 +59,7 @@ def without_peft(name: str) -> str:
 def local_part(tensor: torch.Tensor) -> torch.Tensor:
     """Return the tensor object that contains this rank's elements; for a plain tensor, the tensor itself.
 
-    This function does not call `DTensor.to_local`, which returns another object for a parameter (torch 2.13).
+    This function does not call `DTensor.to_local`, because `to_local` returns a new object for a parameter (torch 2.13).
     """
     return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
 
@@ -208,8 +208,8 @@ def _unwrapped(module: torch.nn.Module) -> torch.nn.Module:
 def _bare(module: torch.nn.Module, made: dict[int, torch.nn.Module]) -> torch.nn.Module:
     """Return a copy of the module tree with the same tensors, without wrappers.
 
-    FSDP2 replaces the class of a module, and transformers finds conversions by class name. The copies therefore have
-    the classes from before `fully_shard`. `made`: `id` of a module -> its copy.
+    transformers finds conversions by class name, but FSDP2 (`fully_shard`) replaces the class of a module. Each copy
+    therefore has the original class. `made`: `id` of a module -> its copy.
     """
     module = _unwrapped(module)
     if id(module) not in made:
@@ -409,7 +409,9 @@ def _reshaped(tensor: _Watched, sizes: Sequence[int]) -> _Watched:
 def _regrouped(
     old: tuple[int, ...], new: tuple[int, ...]
 ) -> list[tuple[int, tuple[int, ...], tuple[int, ...]]]:
-    """Divide the old and the new dims into the smallest groups with equal numbers of elements.
+    """Group adjacent dims of two shapes, so that the old and the new sizes of a group have the same product.
+
+    The groups are as small as possible. For (4, 6) -> (4, 2, 3), they are (4,) -> (4,) and (6,) -> (2, 3).
 
     Returns:
         (index of the first old dim, old sizes, new sizes) of each group.
@@ -433,7 +435,7 @@ def _regrouped(
 def _reflowed(
     piece: _Piece, dim: int, old: tuple[int, ...], new: tuple[int, ...]
 ) -> Iterator[_Piece]:
-    """Yield the pieces that a piece becomes in a reshaped tensor: sizes `new` replace the sizes `old` from dim `dim` on.
+    """Reshape a piece: from dim `dim` on, the tensor has the sizes `new` instead of `old`. Yield the resulting pieces.
 
     Usually the piece stays one piece. If it is not a box in the new shape, or if torch cannot view it in the new shape,
     cut it along an old dim, and yield the pieces of all parts.

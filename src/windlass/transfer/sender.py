@@ -134,7 +134,7 @@ class Sender:
     def reading(self) -> AbstractContextManager[object]:
         """Return a context manager for a block that reads the weights.
 
-        `end_version` waits for the end of the block, because the trainer may free its weights after `end_version`.
+        `end_version` waits until the block has ended, because the trainer may free its weights after `end_version`.
         """
         return self._lock
 
@@ -152,7 +152,7 @@ class Sender:
     def connect(
         self, plan: TransferPlan, bindings: Sequence[DestinationBinding]
     ) -> GroupOffer | None:
-        """Replace all earlier links by those of a plan part; see `SenderBinding.connect`. Return None: no group is needed."""
+        """Replace all links with the links of a plan part; see `SenderBinding.connect`. Return None (no group)."""
         with self._lock:
             self._forget()
             self._binding.connect(plan, bindings)
@@ -176,7 +176,7 @@ class Sender:
     def bind_copies(
         self, copies: Mapping[str, str], bindings: Mapping[str, DestinationBinding]
     ) -> tuple[LinkProgram, ...]:
-        """Bind links to the further members of relay groups; see `SenderBinding.bind_copies`."""
+        """Bind links to all members of relay groups except the first of each; see `SenderBinding.bind_copies`."""
         with self._lock:
             return self._binding.bind_copies(copies, bindings)
 
@@ -190,8 +190,8 @@ class Sender:
 
         Raises:
             PlanError: the number or the sizes of the parameters differ from the manifest.
-            RegionError, TransferFailed: parameters have moved and their new memory cannot be registered, or no arena can
-                be allocated in place of an abandoned arena.
+            RegionError, TransferFailed: parameters have moved and their new memory cannot be registered, or the arena was
+                abandoned and no new arena can be allocated.
             RoundAborted: the replica has no copy of this version, and the weights may have changed.
         """
         with self._lock:
@@ -219,7 +219,7 @@ class Sender:
         With a replica, first copy the parameters into it. Without a replica, first register parameters that have moved.
 
         Returns:
-            Seconds of registering moved parameters.
+            Seconds that the registration of moved parameters took.
         """
         links = self.links
         programs = links.planned
@@ -359,8 +359,8 @@ class Sender:
     def _ready_batches(self, name: str) -> tuple[WriteBatch, ...] | None:
         """Return the writes of a link that is packed as a whole; None if it is not.
 
-        A link to a further member of a relay group has the packed bytes and the digest of the planned link to the first
-        member (`links.copy_of`). Only the addresses at the destination differ.
+        In a relay group, only the link to the first member is packed. A link to another member (`links.copy_of`) sends
+        the same packed bytes to other addresses.
         """
         if name not in self.links.copy_of:
             return self._ready.get(name)

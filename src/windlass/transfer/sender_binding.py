@@ -76,7 +76,7 @@ class SenderBinding:
         self.links = SentLinks(own.digest_kind, stored_by if self.writes else None)
 
     def connect(self, plan: TransferPlan, bindings: Sequence[DestinationBinding]) -> None:
-        """Replace all earlier links by those of a plan part (`TransferPlan.parts`). Allocate and register the arena.
+        """Replace all links with the links of a plan part (`TransferPlan.parts`). Allocate and register the arena.
 
         Raises:
             PlanError: the plan was made for another layout, a destination has no binding, or the arena is too small:
@@ -128,12 +128,12 @@ class SenderBinding:
     def bind_copies(
         self, copies: Mapping[str, str], bindings: Mapping[str, DestinationBinding]
     ) -> tuple[LinkProgram, ...]:
-        """Bind links to the further members of relay groups. These links exist until the next `connect`.
+        """Bind links to all members of relay groups except the first of each. They exist until the next `connect`.
 
-        Such a link has the same bytes as the planned link to the first member of the group.
+        Each of these links has the same bytes as the planned link to the first member of the group.
 
         Args:
-            copies: further member -> first member. A further member is ignored if this rank has no planned link to its
+            copies: member -> first member of its group. Members are ignored if this rank has no planned link to the
                 first member.
             bindings: bindings of all these members.
 
@@ -153,7 +153,7 @@ class SenderBinding:
         return planned
 
     def settle_doubt(self, *, renew: bool = True) -> None:
-        """With a replica, abandon replica and arena if a write of unknown outcome may still read them."""
+        """With a replica, abandon the replica and the arena if a write of unknown outcome may still read them."""
         if self.replica is not None and self.replica.in_doubt:
             try:
                 self.replica.settle(renew=renew)

@@ -15,9 +15,9 @@ _MOST_ELEMENTS = 1 << 20
 
 
 def refuse_shared_bytes(manifest: ShardManifest, addresses: Sequence[int]) -> None:
-    """Raise if two parameters share bytes that belong to different elements.
+    """Raise if two parameters store different elements in the same bytes.
 
-    Views of another parameter and tied weights under two names are accepted. Large strided shards with overlapping
+    A view of another parameter is accepted, and so is a tied weight with two names. Large strided shards with overlapping
     address ranges are not checked. If two such shards share bytes of different elements, `verify` of an update finds
     wrong digests.
 

@@ -155,8 +155,8 @@ class SourceMemory:
 
         Raises:
             PlanError: the number or the sizes of the parameters differ from the manifest; the parameters are on several
-                GPUs, or both on a GPU and in host memory; or links are bound, and the parameters have moved to another
-                GPU, to host memory or from host memory.
+                GPUs, or both on a GPU and in host memory; or the parameters have moved to another GPU, or between GPU
+                and host memory, while links are bound.
         """
         now = self._parameters()
         addresses = addresses_of(now)

@@ -215,9 +215,9 @@ class StoredLinks:
         """Map the peer's regions; return the (num_parameters,) addresses of the peer's parameters in this process.
 
         Raises:
-            RegionError: no region contains the start of a parameter, or an op of the link continues after the end of
-                that region. The next region does not help: regions that are adjacent in the peer's process are not
-                adjacent in this process.
+            RegionError: no region contains the start of a parameter, or an op extends past the end of that region. An op
+                must be inside one region, because regions that are adjacent in the peer's process may be mapped to
+                separate addresses here.
         """
         mapped = [self._mapper.map_region(region) for region in binding.regions]
         around = []

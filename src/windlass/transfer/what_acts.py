@@ -209,7 +209,7 @@ def _refuse_tied(layer: _PeftLayer, base: str, merged: Mapping[str, set[int]]) -
     Args:
         layer: the PEFT layer of the base.
         base: name of the base's parameter, for the error.
-        merged: name of a base's parameter -> the merged adapters of its layer (`merged_parameters`), for all layers.
+        merged: for all layers, name of a base parameter -> result of `merged_parameters`.
 
     Raises:
         PlanError: such an adapter was found.
@@ -227,8 +227,7 @@ def _refuse_tied(layer: _PeftLayer, base: str, merged: Mapping[str, set[int]]) -
 def _refuse_others(layer: _PeftLayer, published: Collection[str]) -> None:
     """Raise if engines with the published adapters would compute other values than the trainer.
 
-    Such engines add the published adapters to their own base. They lack every other active or merged adapter, and they
-    use the scale from the configuration.
+    The engines add only the published adapters to their own base. They use the scale from the configuration.
     """
     served = layer.adapters_in(published)
     for adapter in layer.adapters:
@@ -287,7 +286,7 @@ def refuse_originals(
 
     Args:
         module: the trainer's module.
-        published: name in the module -> name in the checkpoint, and tensor.
+        published: name in the module -> (name in the checkpoint, tensor).
 
     Raises:
         UnsupportedLayout: a parameter would be published under the name of a tensor that is computed from it.

@@ -195,7 +195,7 @@ class ProgressDigests:
             self._links = dict(links)
 
     def add(self, part: PartWritten) -> None:
-        """Queue the hashing of a part on the GPU. Ignore a part that does not follow the hashed parts of its table."""
+        """Queue the hashing of a part on the GPU. Ignore it if it does not directly follow its table's hashed parts."""
         with self._lock:
             link = self._links.get(part.source)
             if link is None or not 0 <= part.table < len(link.tables):

@@ -115,7 +115,7 @@ def _start_all(towards: str, gpu: int, undo: ExitStack) -> list[OneSidedTranspor
 def _configs_for(kind: MemoryType, reasons: dict[str, str]) -> list[TransportConfig]:
     """Return the default configurations of all transports that `auto` may start for a kind of memory.
 
-    For a transport whose package cannot be imported, add the reason to `reasons`, by the transport's name.
+    If the package of a transport cannot be imported, add transport name -> reason to `reasons`.
     """
     configs = []
     for name in transport_names():

@@ -151,7 +151,7 @@ class OneSidedTransport(Protocol):
         `write` may make several native calls, and `released` could be called between two of them.
 
         Args:
-            region: registered region. The caller starts no further write with it.
+            region: registered region. The caller begins no more writes with it.
             released: called as soon as no native call of this transport uses the memory: before
                 `unregister` returns, or later in any thread, or never if the transport cannot know.
                 This function must not register, write or close.
@@ -169,7 +169,7 @@ class OneSidedTransport(Protocol):
         Raises:
             RegionError: a piece is outside local registered memory or outside `batch.regions`. Nothing was sent.
             PeerUnreachable: the peer's process has ended, or another process has its address.
-            TransferFailed: the write ended incomplete. No further byte will arrive.
+            TransferFailed: the write is incomplete. No more bytes will arrive.
             TransferOutcomeUnknown: the deadline passed and bytes may still be in flight.
         """
         ...
@@ -178,7 +178,7 @@ class OneSidedTransport(Protocol):
         """Wait until no write of an ended peer process can change memory of this process any more.
 
         Call this while no peer writes. This method may close connections of peers that are alive; they reconnect by
-        themselves. If writes over this transport always end with the process that writes, this method does nothing.
+        themselves. Do nothing if the writes of this transport always end when the writing process ends.
 
         Raises:
             TransferFailed: writes of an ended process may still arrive.

@@ -69,13 +69,13 @@ class CmaTransport(RegionTransport):
         return WireReport("cma", "process_vm_writev", f"pid {self._endpoint.address}")
 
     def close(self) -> None:
-        """Forget all regions, and end the threads that copy."""
+        """Forget all regions, and end the copy threads."""
         self._own.close()
         super().close()
         self.helpers.shutdown(wait=True)
 
     def _write(self, batch: WriteBatch, deadline: Deadline) -> None:
-        """Copy all ranges into the peer's memory; check before and after that the peer is alive."""
+        """Copy all ranges into the peer's memory. Before and after the copy, check that the peer is alive."""
         pid = self._peers.check(batch.endpoint)
         pieces = batch.local_addresses, batch.remote_addresses, batch.nbytes
         try:

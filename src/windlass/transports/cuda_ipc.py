@@ -158,7 +158,10 @@ class CudaIpcTransport(RegionTransport):
                     self.gpu.device.close_handle(self._opened.pop(place))
 
     def _write(self, batch: WriteBatch, deadline: Deadline) -> None:
-        """Map the peer's regions, copy all ranges, and wait for the copies; check before and after that the peer is alive."""
+        """Map the peer's regions, copy all ranges, and wait for the copies.
+
+        Check that the peer is alive, both at the beginning and at the end.
+        """
         check_alive(batch.endpoint)
         mapped = sorted((self.map_region(r) for r in batch.regions), key=lambda m: m.start)
         starts = np.array([m.start for m in mapped], np.uint64)

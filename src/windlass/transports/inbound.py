@@ -55,8 +55,8 @@ def connections_to(ports: frozenset[int]) -> frozenset[Connection]:
 def new_mark() -> int:
     """Return a number of SYN retries that marks the sockets of a library. It differs from the system's default.
 
-    Some libraries let the caller set no socket option except TCP_SYNCNT. All sockets that such a library opens or
-    accepts then have this number, and `end_connections` can find them.
+    Some libraries let the caller set no socket option except TCP_SYNCNT. The caller sets this option to the mark.
+    `end_connections` can then find all sockets of the library.
     """
     with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as fresh:
         default: int = fresh.getsockopt(socket.IPPROTO_TCP, socket.TCP_SYNCNT)
@@ -103,7 +103,7 @@ def _sockets() -> Iterator[socket.socket]:
         try:
             duplicate = os.dup(int(entry.name))
         except OSError:
-            # The descriptor was closed after the listing. The descriptor that listed the folder is always closed by now.
+            # This descriptor is closed already, for example the descriptor with which the folder was listed.
             continue
         if not stat.S_ISSOCK(os.fstat(duplicate).st_mode):
             os.close(duplicate)

@@ -167,8 +167,8 @@ class PeerLiveness:
 
         Args:
             reconnect: whether to reconnect if the connection is broken. The call may then take `RECONNECT_S`
-                seconds. With False, the call does not block, and a broken connection does not count as
-                an end. Pass False if the caller holds a lock that other threads need.
+                seconds. With False, the call does not block, and returns False for a broken connection. Pass
+                False if the caller holds a lock that other threads need.
         """
         if self._gone or self._closed.is_set():
             return True
@@ -310,7 +310,7 @@ def _check_incarnation(
 
 
 def _state_of(connection: socket.socket) -> _State:
-    """Return the state of a connection over which the other end sends nothing more. Does not block."""
+    """Return the state of a connection on which the other end sends no more data. Never block."""
     try:
         ended = connection.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT) == b""
     except BlockingIOError:

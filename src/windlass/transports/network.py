@@ -95,9 +95,9 @@ class NetworkConfig(TransportConfig, frozen=True):
         """Return these settings with a host and a GPU.
 
         Args:
-            towards: URL of the controller. Without a configured host, the host becomes the address of this machine on
-                the route to the controller.
-            gpu: ordinal of the GPU, in place of the configured one; -1 to keep the configured one.
+            towards: URL of the controller. If no host is configured, use this machine's address on the route to the
+                controller.
+            gpu: GPU ordinal that replaces the configured one; -1 to keep the configured one.
 
         Raises:
             ConfigError, PeerUnreachable: this machine has no such address; see `own_address`.
@@ -269,7 +269,7 @@ class NetworkPeer(ABC):
         self.perform(partial(self._begin, pieces), deadline)
 
     def perform(self, begin: Callable[[], NativeCall], deadline: Deadline) -> None:
-        """Perform one native call from start to end.
+        """Begin one native call, and wait until it has ended.
 
         Args:
             begin: function that starts the call. It runs while this thread holds the lock of the peer.
@@ -308,7 +308,7 @@ class NetworkPeer(ABC):
         self.liveness.close()
 
     def _follow(self, call: NativeCall, deadline: Deadline) -> Outcome:
-        """Wait for the end of a call and return its outcome.
+        """Wait until a call has ended, and return its outcome.
 
         Return PENDING if the deadline passes, the peer ends or the transport closes before the call ends.
         """
@@ -443,7 +443,7 @@ class NetworkTransport(RegionTransport, Generic[PeerT]):
         """Register ranges in one library call; return the key of each. The caller holds the lock.
 
         Raises:
-            RegionError: the library refused; the message names the first range. In this case, no range is registered.
+            RegionError: the library refused a range, and no range is registered. The message names the first range.
         """
 
     def _register_all(self, spans: Sequence[tuple[int, int]]) -> list[str]:
@@ -528,7 +528,7 @@ class NetworkTransport(RegionTransport, Generic[PeerT]):
     def _forget_ended(self) -> None:
         """Close and remove peers that have ended and have no unfinished calls. The caller holds the lock.
 
-        If another thread is about to write to such a peer, `refuse_open` raises in that thread.
+        If another thread is about to write to a removed peer, `refuse_open` raises in that thread.
         """
         for endpoint, peer in list(self.peers.items()):
             if peer.liveness.has_ended(reconnect=False) and not (peer.is_in_use or peer.is_open()):

@@ -69,7 +69,7 @@ class PeerMapper(Protocol):
     def map_region(self, region: RemoteRegion) -> MappedRegion:
         """Map the allocation that contains a peer's region, unless it is mapped already.
 
-        The allocation stays mapped until a call of `keep_mapped` names no region in it.
+        The allocation stays mapped until `keep_mapped` is called without a region of this allocation.
 
         Raises:
             PeerUnreachable: the peer's process has ended.

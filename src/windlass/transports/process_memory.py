@@ -65,7 +65,7 @@ def copy_process_memory(
         pieces: (n,) addresses in this process, addresses in the other process, and sizes.
         deadline: deadline, which is checked before each system call.
         helpers: threads that copy at the same time as this thread.
-        num_threads: number of threads, with this thread.
+        num_threads: maximum number of threads, including this thread.
 
     Raises:
         OSError: a system call failed.

@@ -49,7 +49,7 @@ def process_start_time(pid: int) -> str:
     """Return the start time of a process in clock ticks since boot, or "" if it has ended or is ending.
 
     Raises:
-        TransferFailed: this process has too few descriptors or too little memory to find out.
+        TransferFailed: this process has too few descriptors or too little memory to read the start time.
     """
     try:
         stat = Path(f"/proc/{pid}/stat").read_text()
@@ -233,7 +233,7 @@ def connect_within(line: socket.socket, peer: PeerEndpoint, seconds: float) -> N
     Later calls on the socket have the timeout `seconds`, too.
 
     Raises:
-        TimeoutError: the listener did not take the connection within `seconds`.
+        TimeoutError: the listener did not accept the connection within `seconds`.
         OSError: no process listens there.
     """
     # `settimeout` would make the socket non-blocking, and `connect` would then fail at once (EAGAIN) while the listener's

@@ -200,7 +200,7 @@ class PullTransport(RegionTransport):
                 head = HEAD.pack(len(batch.nbytes), reader_s, len(exported))
                 line.sendall(head + exported + np.stack(columns).tobytes())
             except OSError as error:
-                # The peer carries out only a whole request, and this one is not whole.
+                # The peer has not received the whole request, so it does not carry out the request.
                 check_alive(peer)
                 kind = TransferFailed if isinstance(error, TimeoutError) else PeerUnreachable
                 raise kind(f"pull: pid {pid} did not take the request: {error}") from error
@@ -324,7 +324,7 @@ def _receive_request(line: socket.socket) -> tuple[Pieces, bytes, Deadline]:
     Raises:
         OSError: the writer has closed the connection or has ended.
         ProtocolError: the request is too large or has no deadline.
-        TransferFailed: the request was not whole by its deadline.
+        TransferFailed: the request was not complete by its deadline.
     """
     head = _receive_exactly(line, HEAD.size, Deadline.after(HEAD_S, "pull: head of a request"))
     num_pieces, seconds, num_exported = HEAD.unpack(head)

@@ -49,7 +49,7 @@ class GpuReads:
         self.turn = threading.Lock()
 
     def exports(self, addresses: UInt64Array) -> bytes:
-        """Return the handles of the allocations that contain `addresses`, for `read` in another process.
+        """Return the handles of the allocations that contain `addresses`. Another process passes them to `read`.
 
         Raises:
             RegionError: an address is not in GPU memory, or not in memory from `cudaMalloc`.
@@ -64,13 +64,13 @@ class GpuReads:
         return msgspec.msgpack.encode(found)
 
     def read(self, pid: int, exported: bytes, pieces: Pieces, deadline: Deadline) -> None:
-        """Copy pieces out of the writer's GPU memory, and wait for the end.
+        """Copy pieces out of the writer's GPU memory, and wait until the copies have ended.
 
         Args:
             pid: the writer's process.
             exported: result of `exports` in the writer's process.
             pieces: (n,) addresses in this process, addresses in the writer's process, and sizes.
-            deadline: end of the wait.
+            deadline: deadline of the whole call.
 
         Raises:
             ProtocolError: `exported` cannot be decoded.
@@ -110,7 +110,7 @@ class GpuReads:
 
 
 def _decoded(exported: bytes) -> list[_Exported]:
-    """Decode the result of `GpuReads.exports`; raise ProtocolError if this is impossible."""
+    """Decode the result of `GpuReads.exports`; raise ProtocolError if it is malformed."""
     try:
         found = msgspec.msgpack.decode(exported, type=list[_Exported])
     except DECODE_ERRORS as error:

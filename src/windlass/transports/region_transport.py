@@ -96,7 +96,8 @@ class RegionTransport(OneSidedTransport):
 
         Args:
             keep: whether to abandon the regions that an unfinished call may still use: they stay allocated until
-                the process ends. True when the transport closes, because it cannot find out when these calls end.
+                the process ends. True when the transport closes, because a closed transport does not learn when these
+                calls end.
         """
         waiting, self._deferred = self._deferred, []
         for region, released in waiting:

@@ -91,8 +91,8 @@ def config_type(name: str) -> type[TransportConfig]:
     """Return the configuration type of the transport called `name`.
 
     Raises:
-        ConfigError: no transport, or more than one transport, has this name, or the entry point does not refer
-            to a configuration with this tag.
+        ConfigError: no transport has this name, several transports have it, or the entry point of the transport does
+            not refer to a `TransportConfig` with the tag `name`.
         TransportUnavailable: the transport's package is installed but cannot be imported.
     """
     found = TRANSPORTS.find(name)
@@ -106,9 +106,10 @@ def config_type(name: str) -> type[TransportConfig]:
 
 
 def transport_name(text: str) -> str:
-    """Return the transport's name from `text`, a name or a configuration in JSON, without loading the transport.
+    """Return the name of the transport that `text` describes. This function does not load the transport.
 
-    If the JSON contains no name, return an empty string. `parse_transport` refuses such JSON.
+    `text` is a name or a configuration in JSON. If the JSON contains no name, return an empty string; `parse_transport`
+    refuses this JSON.
     """
     if not text.startswith("{"):
         return text

@@ -145,8 +145,8 @@ class ShmTransport(RegionTransport):
             self._processes.check(batch.endpoint)
             targets, mapped = self._translate(batch)
             _copy(batch.local_addresses, targets, batch.nbytes, deadline)
-            # These references keep the segments mapped until here, even if another thread drops them
-            # from the cache.
+            # `mapped` keeps the segments mapped until here, even if another thread drops them from
+            # the cache.
             del mapped
             check_alive(batch.endpoint)
         except PeerUnreachable:

@@ -143,7 +143,7 @@ def start_engine(host: str, device: str, protocol: MooncakeProtocol) -> Started:
         ) from error
     engine = cast("NativeEngine", TransferEngine())
     asked = "tcp" if protocol is MooncakeProtocol.AUTO else protocol.value
-    # Start one engine at a time, so that all devices and ports opened during its start belong to it.
+    # Start one engine at a time: all devices and ports that are opened while it starts then belong to it.
     with OPENING:
         open_devices(mark=True)
         listened = listening_ports()
@@ -231,7 +231,7 @@ def _installed_version() -> str:
 def open_devices(*, mark: bool) -> set[str]:
     """Return the RDMA devices that this process has opened, except devices that an earlier call marked.
 
-    `start_engine` marks all open devices before the start of an engine, to find the devices that the engine opens.
+    `start_engine` marks all open devices before it starts an engine, to find the devices that the engine opens.
     The mark is a signal number that is set on the open file (F_SETSIG) and never sent. A set of file descriptor
     numbers would not be enough: if another thread destroys an engine, its descriptors are closed, and the new
     engine's devices can get the same numbers.
@@ -259,7 +259,7 @@ def device_name(verbs: str) -> str:
 
 
 def max_registration_nbytes(device: str) -> int:
-    """Return `max_mr_size` of an RDMA device, its largest memory region in bytes, from the system's libibverbs.
+    """Return the size in bytes of the largest memory region that an RDMA device can register (`max_mr_size`).
 
     Raises:
         TransportUnavailable: libibverbs or the device is missing, or the query failed.

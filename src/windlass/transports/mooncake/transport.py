@@ -137,8 +137,8 @@ class _Engine:
     def acquire_page(self) -> UInt8Array:
         """Return a registered page. The caller reads the token of one peer into the page.
 
-        Bytes of a failed read may arrive late in a page that a closed peer has given back. So use such a page again only
-        when more than `KEPT_PAGES` pages are unused.
+        A closed peer gives its page back, but bytes of a failed read may still arrive in this page. So reuse the oldest
+        page only when more than `KEPT_PAGES` pages are unused.
 
         Raises:
             PeerUnreachable: no memory can be registered.
@@ -152,13 +152,14 @@ class _Engine:
         return page
 
     def pin(self, steps: Sequence[tuple[int, int]]) -> int:
-        """Register ranges (start, stop). Return 0, or the engine's error code; no range is registered after an error.
+        """Register ranges (start, stop), all or none. Return 0, or the engine's error code.
 
         One call for all ranges is faster, because over RDMA the engine uses several threads in one call.
         """
         starts, sizes = [start for start, _ in steps], [stop - start for start, stop in steps]
         code = self.started.engine.batch_register_memory(starts, sizes)
-        # The engine checks for overlaps before it registers. After any other error, some ranges may be registered.
+        # The engine checks for overlaps before it registers a range. Other errors may come after some ranges are
+        # registered, so unregister these.
         if code not in (0, _OVERLAP):
             self.unpin(starts)
         return code
@@ -254,8 +255,8 @@ class MooncakePeer(NetworkPeer):
     def confirm(self, regions: Sequence[RemoteRegion], deadline: Deadline) -> None:  # noqa: ARG002
         """See `NetworkPeer.confirm`. Read the token from the peer's memory, and compare it with the peer's published token.
 
-        Try up to `READS` reads: after the peer has closed the connection, two reads fail before Mooncake reconnects. Raise
-        PeerUnreachable if the peer's memory has another token.
+        Read up to `READS` times, because two reads fail before Mooncake replaces a connection that the peer has closed.
+        Raise PeerUnreachable if the peer's memory contains another token.
         """
         code: int | None = None
         for _ in range(READS):
@@ -328,7 +329,7 @@ class MooncakePeer(NetworkPeer):
         return self._wait(read, deadline) is Outcome.DONE and read.seconds < PROMPT_S
 
     def _wait(self, call: _Call, deadline: Deadline) -> Outcome:
-        """Wait for the end of a call and return its outcome; PENDING at the deadline. See `_follow`."""
+        """Wait until a call has ended, and return its outcome. See `_follow`."""
         try:
             return self._follow(call, deadline)
         finally:

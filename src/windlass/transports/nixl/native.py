@@ -214,7 +214,8 @@ def start_agent(
 ) -> tuple[NativeAgent, WireLog, str]:
     """Start a NIXL agent with a UCX backend. Return the agent, the reader of its UCX log, and a text with the version.
 
-    Set defaults of UCX and NIXL in this process's environment permanently, and set other variables only during the start.
+    Set defaults of UCX and NIXL in this process's environment permanently. Set other variables only while the agent
+    starts.
 
     Args:
         name: name of the agent.
@@ -247,8 +248,8 @@ def start_agent(
         settings["UCX_MAX_RMA_RAILS"] = str(device.count(",") + 1)
     if wire is NixlWire.AUTO:
         del settings["UCX_TLS"]
-    # Start one agent at a time, because the environment is changed during the start. UCX opens its log once, when the
-    # first agent starts, so all agents of this process have the same log.
+    # Start one agent at a time, because the environment is different while an agent starts. UCX opens its log once, when
+    # the first agent starts, so all agents of this process have the same log.
     with OPENING:
         path = settings["UCX_LOG_FILE"] = _log_file()
         with temporary_values(settings):
@@ -292,8 +293,8 @@ def native_agent(name: str, wire: NixlWire, device: str) -> NativeAgent:
 def _log_file() -> str:
     """Return the path of UCX's log in this process: the user's choice, or a file in a private folder.
 
-    The folder is private. In a shared folder, another user could create a link with the log's name, and UCX would then
-    write to the link's target.
+    The folder is private, because in a shared folder another user could create a link with the log's name. UCX would
+    then write to the link's target.
     """
     if chosen := environment_value("UCX_LOG_FILE"):
         return chosen
@@ -303,7 +304,7 @@ def _log_file() -> str:
 
 
 def _remove_folder(folder: str, owner: int) -> None:
-    """Delete the folder of UCX's log when the process `owner`, which created the folder, ends."""
+    """Delete the folder of UCX's log if this process has created it. `owner`: pid of the process that created it."""
     # A forked child must not remove the folder of its parent.
     if os.getpid() == owner:
         shutil.rmtree(folder, ignore_errors=True)
@@ -343,7 +344,7 @@ def _patient_progress() -> Iterator[None]:
     """Inside the block, start agents with a UCX progress thread that sleeps between two polls.
 
     NIXL's Python layer sets this sleep to 0, so that each idle agent keeps a core busy. The sleep
-    can only be changed by replacing the layer's configuration type during the start.
+    can only be changed by replacing the layer's configuration type while an agent starts.
     """
     bindings = _module("_bindings")
     original = bindings.nixlAgentConfig

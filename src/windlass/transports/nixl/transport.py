@@ -258,7 +258,7 @@ class NixlPeer(NetworkPeer):
             self._confirmed = True
 
     def _wait_for_late(self, deadline: Deadline) -> None:
-        """Wait until earlier transfers that missed their deadlines have ended, but not longer than `deadline`."""
+        """Wait until transfers that are late (past their own deadlines) have ended, but not longer than `deadline`."""
         pause_s = FIRST_PAUSE_S
         while deadline.remaining_s > 0:
             with self.held(deadline):
@@ -503,7 +503,7 @@ class NixlTransport(NetworkTransport[NixlPeer]):
     def fence(self, *, deadline_s: float) -> None:
         """See `OneSidedTransport.fence`.
 
-        If the wire cannot be TCP, do nothing: writes over other wires end with the process that writes.
+        If the wire cannot be TCP, do nothing, because writes over other wires end when the writing process ends.
         """
         if may_use_tcp(self._config.wire):
             self.tcp_fence.cut(Deadline.after(deadline_s, "nixl fence"))
