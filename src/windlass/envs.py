@@ -84,8 +84,8 @@ def control_token() -> str:
     The token is the value of WINDLASS_TOKEN. If this variable is not set, the token is in the file that WINDLASS_TOKEN_FILE names.
 
     Raises:
-        ConfigError: neither variable is set (and there is no certificate), an HTTP header cannot carry the token, the
-            file is not a text file of this user, or other users can read or change the file.
+        ConfigError: there is neither a token nor a certificate, or an HTTP header cannot carry the token. It is also
+            raised if the file is not a text file of this user, or if other users can read or change the file.
     """
     if token := secret_value(TOKEN_VARIABLE):
         return check_token(token, TOKEN_VARIABLE)

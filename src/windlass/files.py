@@ -55,7 +55,7 @@ def run_file(setting: str, file: Path, module_name: str) -> ModuleType:
     """Run a Python file of the user, and return its module. The file may import modules in the same folder.
 
     Args:
-        setting: name of the setting that names the file, for errors.
+        setting: name of the setting that contains the file's path, for error messages.
         file: the user's file.
         module_name: name of the module in `sys.modules`.
 

@@ -70,7 +70,7 @@ def warnings_of(engine: EngineReleases, version: str, device: str = "") -> tuple
         device: "CPUs" or "GPUs", where the engine will run; empty if unknown.
 
     Raises:
-        ConfigError: the release lacks a needed feature, or is older than all releases in `read`.
+        ConfigError: the release lacks a needed feature, or it is older than the oldest release in `engine.read`.
     """
     release = _parsed(version)
     if not any(release):

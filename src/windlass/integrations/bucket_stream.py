@@ -177,8 +177,8 @@ class BucketSender:
     def open(self, host: str) -> StreamAddress:
         """Start the controller, allocate the buckets, and return the address for receivers.
 
-        A sender that is already open stays open, unless much smaller buckets (`SHRINK`) suffice for a stream like the
-        previous one. In this case, the sender closes, and opens with smaller buckets.
+        A sender that is already open normally stays open. If the previous stream would fit much smaller buckets
+        (`SHRINK`), the sender closes and opens again with smaller buckets.
 
         Args:
             host: address of this process that every receiver can reach.
@@ -236,7 +236,7 @@ class BucketSender:
             raise
 
     def close(self) -> None:
-        """Close every connection, end the controller, and free the buckets. Idempotent."""
+        """Close every connection, stop the controller, and free the buckets. Idempotent."""
         owned, self._owned = self._owned, None
         if owned is not None:
             owned.close()
@@ -300,7 +300,7 @@ class BucketSender:
         return report
 
     def _copy(self, entry: BucketEntry, tensor: torch.Tensor) -> None:
-        """Copy one part of a tensor into the current bucket. `entry` has the part's place in the tensor and the bucket."""
+        """Copy one part of a tensor into the current bucket. `entry` has its position in the tensor and in the bucket."""
         import torch
 
         flat = tensor.detach().reshape(-1).view(torch.uint8)
@@ -368,7 +368,7 @@ class _Turns:
             self._changed.notify_all()
 
     def fail(self, reason: str) -> None:
-        """Record why no more buckets will come; later calls change nothing."""
+        """Record why no more buckets will come. Only the first call has an effect."""
         with self._changed:
             self._failure = self._failure or reason
             self._changed.notify_all()

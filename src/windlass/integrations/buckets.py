@@ -187,7 +187,7 @@ class BucketReader:
         """Yield (name, tensor) of every tensor that ends in this bucket.
 
         Memory: if this bucket has all bytes of a tensor, the tensor is a view of the bucket, valid until the bucket is
-        filled again. The parts of any other tensor are joined in new memory.
+        filled again. If a tensor spans several buckets, its parts are joined in new memory.
 
         Raises:
             ProtocolError: a part of a tensor is missing, or parts are in the wrong order.
@@ -211,7 +211,7 @@ class BucketReader:
             yield entry.name, part.view(torch_dtype(entry.dtype)).view(entry.shape)
 
     def _check_follows(self, entry: BucketEntry) -> None:
-        """Raise ProtocolError unless an entry is the next part of an unfinished tensor, or begins a tensor."""
+        """Raise ProtocolError unless an entry continues the unfinished tensor or, if there is none, begins a tensor."""
         given = entry.name, entry.dtype, entry.shape, entry.begin
         if self._next is not None and given != self._next:
             raise ProtocolError(
@@ -250,7 +250,7 @@ def _check(entry: BucketEntry, limit: int) -> None:
 
 
 def least_capacity(parts: Sequence[tuple[int, int]], limit_nbytes: int) -> int:
-    """Return the smallest bucket size, in bytes, that needs as few buckets for the parts as the size `limit_nbytes`.
+    """Return the smallest bucket size in bytes with which the parts need no more buckets than with `limit_nbytes`.
 
     Args:
         parts: see `BucketFiller.parts`.

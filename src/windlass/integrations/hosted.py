@@ -100,7 +100,7 @@ class HostedController:
         started.result()
 
     def _run(self, setup: Callable[[Controller], None], started: Future[None]) -> None:
-        """Run the controller in this thread until `close`. Set `started` when the controller runs or its start fails."""
+        """Run the controller in this thread until `close`. Complete `started` when it runs, with the error if it failed."""
 
         async def serve() -> None:
             try:
@@ -155,7 +155,7 @@ class HostedController:
         return asyncio.run_coroutine_threadsafe(work, self._loop)
 
     def close(self) -> None:
-        """End the controller and every connection to it. Idempotent."""
+        """Stop the controller, and close every connection to it. Idempotent."""
         if self._thread.is_alive():
             self._loop.call_soon_threadsafe(self._ended.set)
             self._thread.join(CLOSE_S)
@@ -194,8 +194,8 @@ class TrainerRanks:
     def of_process(cls) -> Self:
         """Return the `TrainerRanks` of this process, with the store of `torch.distributed` if that is initialised.
 
-        Every rank must call this the same number of times: the result of a rank's n-th call exchanges messages with the
-        results of the other ranks' n-th calls. Ranks do not wait for each other in this call.
+        Every rank must call this the same number of times, because the objects that the ranks get from their n-th calls
+        exchange messages with each other. Ranks do not wait for each other in this call.
         """
         import torch.distributed as dist
 
@@ -232,9 +232,9 @@ class TrainerRanks:
         """Wait for the message `what` of another rank, and return its text. Not collective.
 
         Raises:
-            PeerUnreachable: the other rank failed (the message has the reason), the store cannot be reached, or the trainer has
-                one rank.
-            PeerTimeout: no message came within `deadline_s`.
+            PeerUnreachable: the other rank failed (the error has the reason), the store cannot be reached, or the trainer
+                has one rank.
+            PeerTimeout: the message did not come within `deadline_s`.
         """
         if self.store is None:
             raise PeerUnreachable(f"{what}: no other trainer rank can send this message")
@@ -269,7 +269,7 @@ class TrainerRanks:
             host: function that starts the controller and returns the address for trainer ranks. Rank 0 calls it.
             connect: function that every rank calls with this address.
             join: function that lets servers join. Rank 0 calls it after all ranks have connected.
-            deadline_s: longest time in seconds of each wait for another rank.
+            deadline_s: seconds that a rank waits for each message of another rank.
 
         Raises:
             WindlassError: `host`, `connect` or `join` raised it on this rank.
@@ -297,7 +297,7 @@ class TrainerRanks:
             reason = f"rank {self.rank} of the trainer: {type(error).__name__}: {error}"
             for waited in (connected[self.rank],) if self.rank else (address, joined):
                 try:
-                    # Other ranks wait for this message. Send the reason in it, so that their wait ends at once.
+                    # Other ranks wait for this message. Send it with the reason, so that they fail at once.
                     self.tell(waited, reason=reason)
                 except PeerUnreachable as unheard:
                     _log.warning("%s", unheard)

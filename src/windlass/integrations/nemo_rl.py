@@ -72,8 +72,8 @@ class WindlassCheckpointEngine(CheckpointEngine):  # type: ignore[misc]  # NeMo-
     def prepare(self) -> dict[str, Any]:
         """Return this rank's name as a receiver, its host, and the port of its store.
 
-        In each process group of `torch.distributed`, rank 0 creates a store, and the other ranks return port 0. All vLLM
-        ranks use the store of the policy's rank 0.
+        Rank 0 of the default process group creates a store; other ranks return port 0. The policy and vLLM have separate
+        default process groups. The vLLM ranks use the store of the policy's rank 0.
         """
         host = ray.util.get_node_ip_address().strip("[]")
         if self._store is None and dist.get_rank() == 0:
@@ -89,7 +89,7 @@ class WindlassCheckpointEngine(CheckpointEngine):  # type: ignore[misc]  # NeMo-
         rollout_world_size: int,
         metadata: list[dict[str, Any]],
     ) -> None:
-        """Open the sender and wait for all receivers, on the policy's rank 0. Only check the arguments on other ranks.
+        """On the policy's rank 0, open the sender and wait for all receivers. On other ranks, only check the arguments.
 
         Args:
             worker_rank: rank of this process in the policy.

@@ -36,7 +36,7 @@ def encode_call_value(what: str, value: object) -> bytes:
     """Encode a value of plain types and torch tensors as msgpack. A tensor without dims becomes a number.
 
     Raises:
-        ConfigError: the value contains an object of another type, or is too large.
+        ConfigError: the value contains an object of another type, or its encoding exceeds `MAX_CALL_NBYTES`.
     """
     return encode_value(what, value, plain=_plain_or_frame, max_nbytes=MAX_CALL_NBYTES)
 
@@ -77,7 +77,7 @@ def _plain_or_frame(value: object) -> object:
 
 
 def _tensor_of(code: int, data: memoryview) -> torch.Tensor:
-    """Return the tensor in a msgpack extension, in host memory; raise `ValidationError` for other extensions."""
+    """Return the tensor in a msgpack extension, in host memory. If there is no valid tensor, raise `ValidationError`."""
     import torch
 
     from windlass.memory.torch_dtypes import torch_dtype

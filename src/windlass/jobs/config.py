@@ -404,7 +404,7 @@ def load_config(path: Path) -> LaunchConfig:
 
     Raises:
         ConfigError: the file is unreadable or not TOML, a key is unknown or missing, a value is not allowed, or a
-            script does not exist. The error names the file and the key; its notes contain further mistakes.
+            script does not exist. The error's text names the file and the first mistake; its notes have the others.
     """
     with name_file(path):
         config, mistakes = read_job(path)
@@ -466,8 +466,8 @@ def check_all(checks: Iterable[Callable[[], object]], mistakes: Iterable[str] = 
         mistakes: mistakes that earlier checks found.
 
     Raises:
-        ConfigError: a check failed, or `mistakes` is not empty. The text is the first mistake; the notes are the
-            further mistakes.
+        ConfigError: a check failed, or `mistakes` is not empty. The error's text is the first mistake; its notes are
+            the others.
     """
     found = [*mistakes]
     for check in checks:
@@ -513,8 +513,8 @@ def name_file(path: Path) -> Iterator[None]:
 def _convert(raw: dict[str, Any], meant: Collection[str]) -> tuple[LaunchConfig | None, list[str]]:
     """Return the configuration and a list of mistakes; the configuration is None if a value is missing or not allowed.
 
-    msgspec's conversion stops at the first mistake. To find further mistakes, this function puts an allowed value in
-    place of the wrong value, in a copy, and converts again.
+    msgspec's conversion stops at the first mistake. To find all mistakes, this function copies `raw`, replaces the wrong
+    value in the copy with an allowed value, and converts again.
 
     Args:
         raw: tables of the file; not changed.
@@ -554,7 +554,7 @@ def _place_of(error: msgspec.ValidationError) -> tuple[str | int, ...]:
 
 
 def _replace(raw: dict[str, Any], place: tuple[str | int, ...]) -> bool:
-    """Replace a wrong value in `raw`, so that a further conversion can find other mistakes.
+    """Replace a wrong value in `raw`, so that the next conversion can find another mistake.
 
     Remove an optional key, so that the setting gets its default. Give a required key a value that its type allows.
 
@@ -588,7 +588,7 @@ def _replace(raw: dict[str, Any], place: tuple[str | int, ...]) -> bool:
 
 
 def _without_union(raw: Any, kind: inspect.Type) -> tuple[Any, inspect.Type]:
-    """Return `raw` and its type. If `kind` is a union, the returned type is the member that the tag in `raw` names."""
+    """Return `raw` and its type. If `kind` is a union, use the tag in `raw` to choose one of its types."""
     if isinstance(kind, inspect.UnionType):
         for _, _, member in _values("", raw, kind):
             return raw, member
@@ -626,7 +626,7 @@ def _convert_path(kind: type, value: object) -> object:
 
 
 def _expand(value: Any, here: str) -> Any:
-    """Replace `HERE` by the folder `here` in a value of a job file and in all nested texts; return the new value."""
+    """Return a value of a job file in which `here` (a folder) replaces `HERE`, also in nested lists and tables."""
     if isinstance(value, str):
         return value.replace(HERE, here)
     if isinstance(value, list):
@@ -659,8 +659,8 @@ def _values(where: str, raw: Any, kind: inspect.Type) -> Iterator[tuple[str, Any
     Args:
         where: path of the table or list; empty for the whole file, else with a dot at the end.
         raw: the table or list.
-        kind: type of `raw`. For a union, yield one item: `where`, `raw`, and the union's member that the tag in `raw`
-            names.
+        kind: type of `raw`. If this is a union, yield one item: `where`, `raw`, and the type in the union whose tag is in
+            `raw`.
     """
     match kind, raw:
         case inspect.StructType(fields=fields), dict():

@@ -121,7 +121,7 @@ class DatasetRecipe(Recipe):
         return {"epoch": self._epoch, "index": self._index, "num_rows": len(self.rows)}
 
     def load(self, state: Any) -> None:
-        """Set the position; raise `ConfigError` if the data set now has another number of rows. See `Recipe.load`."""
+        """Set the position; see `Recipe.load`. Raise `ConfigError` if the data set's number of rows has changed."""
         if (num_rows := len(self.rows)) != state["num_rows"]:
             raise ConfigError(
                 f"data.path must have the {state['num_rows']} rows that the checkpoint's data set had, got {num_rows}"

@@ -104,7 +104,7 @@ async def with_rewards(scorer: Scorer, group: RolloutGroup) -> RolloutGroup:
 
 
 def _checked_tasks(recipe: Recipe) -> list[Task]:
-    """Return the recipe's evaluation tasks; raise `ConfigError` if there are none, or a value is no `Task`."""
+    """Return the recipe's evaluation tasks. Raise `ConfigError` if there are none, or if a value is not a `Task`."""
     tasks: list[Any] = list(recipe.evaluation_tasks())
     if not tasks:
         raise ConfigError("recipe: evaluation_tasks must return at least one Task, got none")

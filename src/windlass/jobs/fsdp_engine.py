@@ -79,10 +79,10 @@ def micro_batches(
     device: torch.device,
     cut: Callable[[Samples], Sequence[Samples]] | None = None,
 ) -> list[tuple[Samples, float]]:
-    """Cut a rank's groups into micro-batches, the same number on every rank. Collective over all ranks.
+    """Cut a rank's groups into micro-batches. Collective over all ranks.
 
-    The number must be the same because every micro-batch runs collectives. So a rank with too few groups repeats its
-    last group with weight 0.
+    Every rank returns the same number of micro-batches, because each micro-batch runs collectives. So a rank with too few
+    groups repeats its last group with weight 0.
 
     Args:
         groups: groups of this rank.
@@ -447,7 +447,7 @@ class FsdpEngine(TrainEngine):
         return self._optimizer
 
     def close(self) -> None:
-        """Close the connection to the fleet, and end torch's process groups. Idempotent."""
+        """Close the connection to the fleet, and destroy torch's process groups. Idempotent."""
         if self._client is not None:
             self._client.close()
             self._client = None

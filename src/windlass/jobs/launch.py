@@ -113,16 +113,16 @@ async def run_job(
 ) -> JobSummary:
     """Run a job until its steps are done, its tasks end, or this process gets SIGTERM or SIGINT.
 
-    After a signal, the job waits at most `shutdown_s` for the end of a running step or weight update. Then it saves a
-    checkpoint, if `trainer.save_every` is set. A second signal ends the wait or the saving. The job then stops, in this
-    order: trainers and rollouts, workers and engines, the controller. All processes that the scheduler started end with
-    the job.
+    After a signal, the job waits at most `shutdown_s` until a running step or weight update has ended. Then it saves a
+    checkpoint, if `trainer.save_every` is set. After a second signal, the job no longer waits or saves. The job finally
+    stops its parts in this order: trainers and rollouts, workers and engines, the controller. No process that the
+    scheduler started outlives the job.
 
     Args:
         config: configuration from `load_config`.
         notify: function that the job calls with one line of text per event, in its event loop.
         recipe: recipe to use instead of the recipe that `config` names.
-        progress: display of the slow parts of the start.
+        progress: display of the slow parts of the launch.
 
     Raises:
         ConfigError: `check_job` or the recipe refuses the settings, or another job runs in the output folder. No process
@@ -154,7 +154,7 @@ async def run_job(
 def _watchable(folder: Path, token: str, *, is_made_up: bool) -> Iterator[None]:
     """During the block, keep the job's random token in a file of the output folder, where `windlass status` reads it.
 
-    If the user has chosen the token (not `is_made_up`), write no file. In both cases, delete an earlier job's file.
+    If `is_made_up` is False, the user has chosen the token: write no file. In both cases, delete an earlier job's file.
     """
     file = folder / TOKEN
     file.unlink(missing_ok=True)
@@ -250,7 +250,7 @@ async def _run_in(
 
 
 def _check_last_update(summary: JobSummary, version: int) -> None:
-    """Raise WindlassError if no signal stopped the job and its last version, `version`, was not published.
+    """Raise WindlassError if the job's last version (`version`) was not published. Do nothing if a signal stopped the job.
 
     With replicas, the last update may end while the job closes the ranks. No other code checks the result of this
     update.
@@ -1280,8 +1280,8 @@ def check_options(config: LaunchConfig) -> None:
     Raises:
         ConfigError: an option of an engine is wrong; an address or a transport works on one host only, but the
             job has several hosts; `num_nodes` is above 1, but the scheduler has one host; an engine has a wrong
-            number of GPUs; or `colocate_with` or a Slurm pattern matches no process. The notes of the error contain
-            further mistakes.
+            number of GPUs; or `colocate_with` or a Slurm pattern matches no process. The error's text is the first
+            mistake; its notes are the others.
     """
     check_all(
         [
@@ -1382,8 +1382,8 @@ def check_host(config: LaunchConfig) -> None:
     """Check the programs, models and ports of a job that runs on this host only.
 
     Raises:
-        ConfigError: a Python interpreter or a model does not exist, or two processes have the same port. The notes of
-            the error contain further mistakes.
+        ConfigError: a Python interpreter or a model does not exist, or two processes have the same port. The error's text
+            is the first mistake; its notes are the others.
     """
     if not config.scheduler.is_one_host:
         return
@@ -1435,7 +1435,7 @@ def _check_folder(what: str, folder: str) -> None:
 
 
 def _check_port(engine: EngineSection, owner: str) -> None:
-    """Raise `ConfigError` unless `owner`, the process that has this engine's port, is the engine itself."""
+    """Raise `ConfigError` if another process (`owner`) has this engine's port."""
     if owner != engine.name:
         raise ConfigError(
             f"engines {engine.name!r}: port must differ from the port of {owner} on the same host, got {engine.port}"

@@ -49,9 +49,9 @@ def capture_adapter(
 ) -> Captured:
     """Capture the layout of the adapter that vLLM's worker serves. The worker's main loop calls this.
 
-    vLLM keeps a copy of each loaded adapter in host memory. After a successful capture, this copy has the weights of the
-    adapter's folder. The adapter is pinned to its slot, so that vLLM does not overwrite updated weights with the copy.
-    After a failed capture, the copy has the same weights as before.
+    vLLM keeps a copy of each loaded adapter in host memory. A successful capture sets this copy to the weights in the
+    adapter's folder. It also pins the adapter to its slot, so that vLLM does not overwrite updated weights with the copy.
+    A failed capture restores the old copy.
 
     Raises:
         UnsupportedLayout: vLLM does not serve exactly one adapter; see also `capture`.

@@ -141,7 +141,7 @@ async def _join_trainer(engine: Any, order: JoinOrder) -> None:
 def settings_of(engine: Any, order: JoinOrder) -> AgentSettings:
     """Return the settings with which all ranks carry out an order to join.
 
-    If updates change the model and not an adapter, leave `checkpoint` empty: each rank sets its own host's folder.
+    If the server has no adapter, leave `checkpoint` empty: each rank sets it to the checkpoint's folder on its own host.
 
     Raises:
         ConfigError: the server has several adapters, the server has an adapter and several replicas of a model with

@@ -61,7 +61,7 @@ def keep_lost_weights_paused() -> None:
     resume = EngineCore.resume_scheduler
 
     def sleep(core: Any, level: int = 1, mode: str = "abort") -> Any:
-        """Sleep, unless an update runs. A level above 1 may lose the weights."""
+        """Make the ranks sleep. Raise RuntimeError if an update runs. A level above 1 may lose the weights."""
         if level >= 1 and may_sleep(core):
             if any(core.collective_rpc(_IN_ROUND)):
                 raise RuntimeError("sleep: an update runs; call again after its end")
@@ -109,12 +109,11 @@ def is_at_rest(core: Any) -> bool:
 def begin(core: Any, pause_id: str) -> None:
     """Wake the weights before a round, if they sleep, and keep the scheduler paused until `go_on`.
 
-    `pause_id` is the id of the pause that the ranks' agents wait for. An empty id means the pause that the agents have
-    asked for last.
+    `pause_id` is the id of the pause that the ranks' agents wait for. An empty id means each agent's latest pause.
 
     Raises:
-        RuntimeError: a rank has too little memory, or the engine has woken since its agent asked for the pause. This
-            function then first makes the pause fail in the agents of all ranks, with the same reason.
+        RuntimeError: a rank has too little memory, or the engine has woken since its agent asked for the pause. Before it
+            raises, this function makes the pause fail in the agents of all ranks.
     """
     try:
         _require_paused(core)

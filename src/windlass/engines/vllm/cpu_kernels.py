@@ -21,8 +21,8 @@ def multiply_by_parameters(applies: Callable[[], bool]) -> None:
 
     Call this before vLLM loads the model.
 
-    This has no effect outside a vLLM worker on a CPU. If vLLM packs the weight of a convolution (AVX512-BF16), the load of
-    the model fails with UnsupportedLayout, because updates cannot reach the packed copy.
+    This has no effect outside a vLLM worker on a CPU. If vLLM packs the weight of a convolution (AVX512-BF16), vLLM fails
+    to load the model: it raises UnsupportedLayout, because updates cannot reach the packed copy.
 
     Args:
         applies: function that is called for every layer; if it returns False, vLLM packs the layer's weight.

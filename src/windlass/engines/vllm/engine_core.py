@@ -193,9 +193,9 @@ class CoreCalls:
         self._core, self._loop = core, threading.get_ident()
 
     def call(self, method: str, args: list[object], deadline_s: float | None) -> None:
-        """Run a worker method in the core's loop, and wait for its end. Call this from another thread.
+        """Run a worker method in the core's loop, and wait until it returns. Never call this in the loop's own thread.
 
-        If the loop does not begin the call within `SLOW_S`, log a warning that names the code that the loop runs.
+        If the loop does not begin the call within `SLOW_S`, log a warning with the loop's current stack frames.
 
         `deadline_s` is None (no limit) only for a method that blocks until the end of a pause.
 
@@ -284,7 +284,7 @@ def _scheduler(**made_with: Any) -> object:
 
 @functools.cache
 def keep_caches_apart() -> None:
-    """Patch the EngineCore of this process to separate its caches by version, and to take calls from a rank. Idempotent.
+    """Patch this process's EngineCore to separate its caches by version and to run a rank's calls. Idempotent.
 
     The module docstring describes the patches. They do not change an engine that Windlass does not update.
     """
@@ -309,7 +309,7 @@ def keep_caches_apart() -> None:
         args: tuple[Any, ...] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> list[Any]:
-        """Carry out the EngineCore's part of a call of Windlass. Pass the workers' part, and all other calls, to the workers."""
+        """Do the EngineCore's part of Windlass's own methods here. Let the workers run everything else."""
         if method == ORDERS:
             _prepare_order(core, args[0])
         if method == _HOLDS and kwargs is not None and is_backend_of(core.vllm_config):
@@ -342,8 +342,7 @@ def _prepare_order(core: Any, step: str) -> None:
     Before a capture, create `own_core.calls` (unless it exists), and clear the encoder cache.
 
     Raises:
-        RuntimeError: the server sleeps, so that its workers can neither capture nor register their memory. A capture
-            needs all memory awake, a join only the weights.
+        RuntimeError: memory that the order needs is asleep. A capture needs all memory. A join needs only the weights.
     """
     from vllm.v1.engine.core import EngineCoreProc
 
@@ -375,11 +374,14 @@ def _enter_at_look_ups(namespace: Namespace) -> None:
 
 
 def load_current_entries(connector: Any, namespace: Namespace) -> None:
-    """Patch the scheduler's side of a connector, so that the connector loads no cache entries of other weights.
+    """Patch the scheduler's side of a connector so that it loads only cache entries of the current weights.
 
-    A connector that has looked up a request's prefix before the last update may still use the keys of that look-up.
-    `Namespace.enter` marks such requests. For these requests, the patched `get_num_new_matched_tokens` reports that no
-    tokens match. It also reports this for a request with the address of cache entries that other weights have computed.
+    The patched `get_num_new_matched_tokens` reports that no tokens match in two cases:
+
+    - `Namespace.enter` has marked the request: the connector looked up its prefix before the last update, and may still
+      use the keys of that time.
+    - The request contains the address of cache entries (`kv_transfer_params`), and different weights computed them.
+
     When a request finishes, the patched connector adds the identity of the weights to the address of the request's
     entries.
 
@@ -403,7 +405,7 @@ def load_current_entries(connector: Any, namespace: Namespace) -> None:
         return (None, loads_later) if count is None else (0, False)
 
     connector.get_num_new_matched_tokens = get_num_new_matched_tokens
-    # vLLM calls the second method of connectors that support several groups of caches.
+    # If a connector supports several groups of caches, vLLM calls the second method.
     for name in ("request_finished", "request_finished_all_groups"):
         finished = getattr(connector, name, None)
         if finished is not None:
@@ -435,9 +437,9 @@ def _quiesce(
 ) -> list[Any]:
     """Call `windlass_quiesce` in the workers with a new cache namespace; return their results.
 
-    If `first` is `ABORTS`, first abort all requests. If `first` is `RESTS` (the agent expects that the server sleeps)
-    or the server sleeps, first wake the weights. If `blocked_s` is not empty, hold the core's loop until the end of the
-    pause, and set the version that the workers return.
+    If `first` is `ABORTS`, first abort all requests. If the server sleeps, or if the agent expects it to sleep (`first` is
+    `RESTS`), first wake the weights. If `blocked_s` is not empty, block the core's loop until the pause ends, and set the
+    version that the workers return.
     """
     if first == ABORTS:
         _abort_requests(core)
@@ -448,8 +450,8 @@ def _quiesce(
     _drop_encoder_outputs(core)
     if not blocked_s:
         return call((pause_id, "", own_core.namespace.begin()))
-    # Tokens of running steps keep their version if Windlass records it. Then the update need not wait until the core has
-    # processed these steps, and clients get their tokens after the update.
+    # If Windlass records versions, the tokens of running steps keep their version. The update then starts before the core
+    # has processed these steps, and clients get the tokens of these steps after the update.
     with _scheduler_paused(core, drain=not stamps_tokens()):
         found = call((pause_id, blocked_s, own_core.namespace.begin()))
     _set_version(core, found)
@@ -459,7 +461,7 @@ def _quiesce(
 
 
 def _set_version(core: Any, told: list[int | None]) -> None:
-    """Set the version of later tokens to the first version in `told`, the workers' results. Do nothing if all are None."""
+    """Set the version of later tokens to the first result of the workers (`told`) that is not None, if any."""
     version = next((v for v in told if v is not None), None)
     if version is None:
         return
@@ -526,7 +528,7 @@ def _scheduler_paused(core: Any, *, drain: bool = True) -> Iterator[None]:
     With `drain`, process the results of all running steps before the block, so that clients get their tokens. This
     function makes the same calls as vLLM's `EngineCoreProc.pause_scheduler` and the core's loop. If the engine has a
     connector and the block raises nothing, set `namespace.weights` of the core to the identity that the workers return.
-    Keep the old identity if the workers return none, or several different identities.
+    If the workers return different identities or an empty one, keep the old identity.
     """
     from vllm.v1.core.sched.interface import PauseState
 
@@ -577,7 +579,7 @@ def _with_version_records(scheduler: Any) -> Any:
             return step
 
         def update_from_output(self, scheduler_output: Any, model_runner_output: Any) -> Any:
-            """Record the step's version for each request's new tokens. Add the versions of all tokens to the last output."""
+            """Record the step's version for all new tokens. If a request finishes, add its tokens' versions to the output."""
             version: int | None = vars(scheduler_output)[_NOTED]
             # Look up the requests first: the base class removes a request that has its last token.
             kept = {name: self.requests.get(name) for name in scheduler_output.num_scheduled_tokens}

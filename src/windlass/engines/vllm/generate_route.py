@@ -301,7 +301,7 @@ def _sampling(request: _Request) -> dict[str, object]:
 
 
 def _named(request: _Request) -> dict[str, object]:
-    """Return the fields for the adapter, the id and the priority of a request; leave out a field that is empty."""
+    """Return the fields for a request's adapter, id and priority. Leave out empty fields."""
     return {
         **({"model": request.lora_path} if request.lora_path else {}),
         **({"request_id": request.rid} if request.rid else {}),

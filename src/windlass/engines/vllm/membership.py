@@ -73,7 +73,7 @@ def prepare(args: Any) -> None:
     transfer = args.weight_transfer_config
     if transfer is None:
         args.weight_transfer_config = transfer = WeightTransferConfig(backend=BACKEND)
-    # Allow other backends with `wait`: such a server may never get an order to join.
+    # If the variable is `wait`, allow other backends, because the server may never get an order to join.
     if environment_value(CONTROLLER_VARIABLE) != WAIT:
         require_backend(transfer.backend)
     if stamps_tokens() and args.scheduler_cls is None:
@@ -172,7 +172,7 @@ class Membership:
     def _protect(self, state: Any) -> App:
         """Return the application, wrapped in the middleware for private routes and joins. `state` comes from vLLM's server.
 
-        Create the `VllmMember`. If WINDLASS_CONTROLLER is a URL, record the member as the one that joins at the start.
+        Create the `VllmMember`. If WINDLASS_CONTROLLER is a URL, record that this member joins when the server starts.
 
         Raises:
             WindlassError: see `VllmMember`.

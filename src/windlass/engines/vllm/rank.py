@@ -230,7 +230,7 @@ class _DirectCopies(TorchFunctionMode):
     def where_needed(self) -> Iterator[None]:
         """Enter this mode for the `with` block, if the model's loader may need it.
 
-        The mode makes a load slower by seconds. So if a load makes no direct copies, later loads do not use the mode.
+        The mode adds seconds to every load. So if a load makes no direct copies, later loads do not use the mode.
         """
         if not self._is_needed:
             yield
@@ -280,7 +280,7 @@ _NUMBER_IN_PATH = re.compile(r"\.\d+\.")
 
 @contextmanager
 def counted_once(known: SeenTensors) -> Iterator[None]:
-    """Cache vLLM's counts of the elements that a weight loader copies, in the `with` block.
+    """In the `with` block, cache vLLM's counts of the elements that a weight loader copies.
 
     vLLM's reload (0.24, 0.32) post-processes a layer when all elements of the layer have arrived. To count elements, it
     calls every weight loader an additional time, on a parameter on the meta device. These calls take a third of a

@@ -44,7 +44,10 @@ def new_seed(meeting_place: str = "") -> int:
 
 
 def set_defaults(args: Any) -> None:
-    """Set Windlass's defaults for seed and log-probabilities. `args` are the `EngineArgs` of a server with its backend."""
+    """Set seed and log-probabilities to Windlass's defaults, unless the user has set them.
+
+    `args` are the `EngineArgs` of a server with Windlass's backend.
+    """
     defaults = type(args)
     if args.logprobs_mode == defaults.logprobs_mode and not _is_given(_LOGPROBS_MODE):
         args.logprobs_mode = PROCESSED

@@ -115,8 +115,8 @@ class WorkerSleep:
     def wake_up(self, tags: Collection[str] | None = None) -> None:
         """Wake the sleeping memory that has one of these tags (all sleeping memory if None); see vLLM's `Worker.wake_up`.
 
-        If the weights wake, also restore the tensors that `sleep` saved. Record a failure in `RankSleep.failure` and
-        raise nothing: if one worker raises, vLLM leaves the other workers' answers unread, and its next call reads them.
+        If the weights wake, also restore the tensors that `sleep` saved. Store an error in `RankSleep.failure` instead of
+        raising it: if one worker raised, vLLM would read the other workers' answers as answers to its next call.
         """
         state, worker = self._rank.sleep, self._worker
         woken = state.asleep if tags is None else state.asleep & {*tags}

@@ -180,7 +180,7 @@ class VllmServer:
         return ServerCommand(
             (
                 *(sys.executable, "-m", program, "--model", args.model),
-                # The plugin sets this option, too. If the plugin is missing, this option makes vLLM fail at the start.
+                # The plugin also sets this option. If the plugin is missing, vLLM rejects this backend and exits.
                 *("--weight-transfer-config", f'{{"backend": "{BACKEND}"}}'),
                 *("--tensor-parallel-size", str(args.tp)),
                 *(("--pipeline-parallel-size", str(args.pp)) if args.pp > 1 else ()),

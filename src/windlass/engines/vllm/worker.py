@@ -147,7 +147,7 @@ class VllmApi:
             self._is_blocking = False
 
     def resume(self, deadline_s: float) -> None:
-        """Resume the scheduler; see `EngineApi.resume`. If the server slept, wake the rest of its memory first."""
+        """Resume the scheduler; see `EngineApi.resume`. First wake all memory if the server slept."""
         if self._rests:
             self._call(GO_ON, [], deadline_s)
             self._rests = False
@@ -158,7 +158,7 @@ class VllmApi:
         """Set the version of later tokens; see `EngineApi.set_version`.
 
         Do nothing if the main loop is blocked, because `windlass_quiesce` then returns the version to the EngineCore.
-        If this agent cannot call the server's routes, do nothing either, unless the server slept before the pause.
+        If this agent cannot call the server's routes, set the version only if the server slept before the pause.
         """
         if self._is_blocking or (self._server is None and not self._rests):
             return
@@ -168,7 +168,7 @@ class VllmApi:
             self._server.post("/update_weight_version", {"new_version": str(version)}, deadline_s)
 
     def _call(self, method: str, args: list[object], deadline_s: float | None) -> None:
-        """Run a method in the main loop of every worker, and wait for its end. `deadline_s` is None for no limit.
+        """Run a method in the main loop of every worker, and wait until it returns. `deadline_s` is None for no limit.
 
         Raises:
             PeerTimeout, PeerUnreachable: the method did not end in time, or a worker failed.
@@ -203,7 +203,7 @@ def may_block(parallel: Any) -> bool:
     """Return whether the agent may block the main loop of a rank between two steps.
 
     Return False with pipeline stages or with replicas of a MoE model, because another rank may be in a step that waits
-    for this rank (for a dense model, vLLM reports one replica).
+    for this rank. For a dense model, `data_parallel_size` is always 1 here.
     """
     return bool(parallel.pipeline_parallel_size == 1 and parallel.data_parallel_size == 1)
 
@@ -303,7 +303,7 @@ class WorkerMethods:
         return self.windlass_engine_rank.sleep.failure
 
     def windlass_refuse(self, pause_id: str, reason: str) -> None:
-        """Let a pause of this rank fail, so that the waiting agent raises TransferFailed with the reason.
+        """Make this rank's pause fail: the agent that waits for it raises TransferFailed with `reason`.
 
         An empty `pause_id` means the agent's latest pause.
         """
@@ -376,7 +376,7 @@ def _api_for(
 def _on_this_host(worker: Worker, settings: AgentSettings) -> AgentSettings:
     """Return the settings with this rank's `checkpoint` and `loaded`, which may differ between hosts.
 
-    Change nothing for a server with an adapter.
+    If the server has an adapter, return `settings` unchanged.
     """
     if settings.adapter:
         return settings

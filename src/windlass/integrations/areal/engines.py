@@ -83,8 +83,8 @@ class FSDPEngine(fsdp_engine.FSDPEngine):  # type: ignore[misc]  # AReaL is not 
             meta: AReaL's description of the update; its `type` must be `xccl`.
 
         Raises:
-            ConfigError: Windlass cannot send weights to `engine`, or does not support a setting of this trainer. With
-                SGLang: neither WINDLASS_TOKEN nor WINDLASS_TOKEN_FILE is set.
+            ConfigError: Windlass cannot send weights to `engine`, or does not support a setting of this trainer. SGLang
+                also needs WINDLASS_TOKEN or WINDLASS_TOKEN_FILE.
             EngineRefused, PeerUnreachable, PeerTimeout, UnsupportedLayout: see `WeightSync`.
         """
         servers = _servers_of(engine)
@@ -156,8 +156,8 @@ class FSDPEngine(fsdp_engine.FSDPEngine):  # type: ignore[misc]  # AReaL is not 
     def offload(self) -> None:
         """Leave the fleet, and free this rank's GPU memory with torch_memory_saver. Collective.
 
-        The memory returns at the same addresses, but in other pages. So the registrations of the memory become invalid, and
-        this rank must leave the fleet first.
+        When torch_memory_saver brings the memory back, it maps new pages at the same addresses. This invalidates all
+        registrations of the memory, so this rank must leave the fleet first.
         """
         self._leave()
         super().offload()

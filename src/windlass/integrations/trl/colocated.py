@@ -50,8 +50,8 @@ def colocate(
         deadline_s: deadline in seconds for all ranks to connect, and then for each sync.
 
     The trainer's constructor raises the errors of `ColocatedEngine`. The trainer's first sync raises the errors of
-    `ColocatedSync`, and ConfigError for FSDP1 and ZeRO-3. Each sync raises the errors of `ColocatedSync.send_weights`. A
-    further call of `colocate` changes the arguments for trainers that are created later.
+    `ColocatedSync`, and ConfigError for FSDP1 and ZeRO-3. Each sync raises the errors of `ColocatedSync.send_weights`.
+    If you call `colocate` again, the new arguments apply only to trainers that are created after this call.
     """
     _patch()
     _Given.settings = {
@@ -70,8 +70,8 @@ class _Given:
 @functools.cache
 def _patch() -> None:
     """Replace `LLM` and `VLLMGeneration.sync_weights` in TRL. Idempotent."""
-    # If Windlass is on PYTHONPATH and not installed, vLLM does not find the plugin by its entry point. So register the
-    # plugin here, too.
+    # If Windlass is only on PYTHONPATH and not installed, vLLM does not find the plugin's entry point. So register the
+    # plugin here.
     register()
     made, sync_weights = vllm_generation.LLM, VLLMGeneration.sync_weights
 

@@ -11,7 +11,10 @@ from accelerate.utils import is_peft_model
 
 @contextmanager
 def merged(model: Any) -> Iterator[None]:
-    """Merge the adapter of a PEFT model into its base weights in the `with` block. Do nothing for another model."""
+    """In the `with` block, merge the adapter of a PEFT model into its base weights.
+
+    Do nothing if `model` is not a PEFT model.
+    """
     if not is_peft_model(model):
         yield
         return

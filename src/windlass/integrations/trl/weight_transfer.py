@@ -171,7 +171,7 @@ class WeightTransfer:
         """Publish the weights; replaces TRL's `_sync_weight_merged`. Collective.
 
         Returns:
-            Three times, all by `time.time`: the argument `t0`; when all ranks were ready; when the transfer ended.
+            Three timestamps of `time.time`: `t0`, the time when all ranks were ready, and the end of the transfer.
         """
         sync = self._connect_model(trainer)
         trainer.accelerator.wait_for_everyone()

@@ -182,7 +182,7 @@ class ShardCheckpointEngine(CheckpointEngine):  # type: ignore[misc]  # verl has
     def set_servers(
         self, servers: Sequence[str], shares_gpus: bool, only_joins: bool = False
     ) -> None:
-        """Set the servers of the next calls of `send_weights`. Every rank must pass the same servers in the same order.
+        """Set the servers that `send_weights` updates. Every rank must pass the same servers in the same order.
 
         If the servers change, this rank disconnects from the previous servers.
 
@@ -233,7 +233,7 @@ class ShardCheckpointEngine(CheckpointEngine):  # type: ignore[misc]  # verl has
                 set_expandable_segments(True)
 
     def _send(self, engine: BaseEngine, gpu: int) -> Sent:
-        """Connect to the servers at the first call. Then publish the shards, unless `set_servers` said to join only.
+        """Connect to the servers at the first call. Then publish the shards, unless `set_servers` got `only_joins`.
 
         For the errors, see `send_weights`.
         """
@@ -414,7 +414,7 @@ def _new_manager(
     actor_wg: object = None,  # noqa: ARG001
     replicas: Sequence[Any] = (),
 ) -> CheckpointEngineManager:
-    """Create a `ShardCheckpointManager` for replicas that use this backend on the actor's GPUs, and `cls` for others.
+    """Create a `ShardCheckpointManager` if the replicas use this backend on the actor's GPUs, otherwise a `cls` object.
 
     For replicas on the actor's GPUs, verl's `ppo/v1` changes the backend in the manager's configuration to `naive`. So read
     the user's choice from the configuration of the replicas.

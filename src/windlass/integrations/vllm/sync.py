@@ -249,7 +249,7 @@ class _Fleet:
         self.hosted.wait_for_fleet(names, max(left_s(), 1.0))
 
     def rejoin(self, deadline_s: float) -> Mapping[str, str]:
-        """Make all servers that are not in the fleet join it, in parallel. Blocks.
+        """Make all missing servers join the fleet, in parallel. Blocks.
 
         Returns:
             URL of a server that could not join -> reason.
@@ -308,7 +308,7 @@ class _Fleet:
     def _hold(self, name: str, version: int, pause: str | None, over: threading.Event) -> None:
         """Call `/update_weights`, which blocks the server's main loop until the round is over.
 
-        If `pause` is given, first call `/pause` with this mode, and at the end call `/resume`. If the server refuses to
+        If `pause` is given, first call `/pause` with this mode, and finally call `/resume`. If the server refuses to
         pause, do not call `/update_weights`.
         """
         if over.is_set():
@@ -325,7 +325,7 @@ class _Fleet:
         wait([self._paused[name] for name in names if name in self._paused], CALL_S)
 
     def close(self) -> None:
-        """End the controller, and tell the servers to leave the fleet. Idempotent."""
+        """Stop the controller, and make the servers leave the fleet. Idempotent."""
         self.hosted.close()
         for pool in (self._joining, *self._holding.values()):
             pool.shutdown(wait=False, cancel_futures=True)

@@ -25,8 +25,8 @@ def load_tokenizer(checkpoint: Path) -> Any:
     """Load the tokenizer of a checkpoint.
 
     Raises:
-        ConfigError: transformers cannot load the tokenizer, or a sample text is lost when the tokenizer encodes and
-            decodes it. This happens if the folder has no tokenizer files: transformers then makes an empty tokenizer.
+        ConfigError: transformers cannot load the tokenizer, or the tokenizer cannot encode and decode a sample text. For
+            example, transformers makes an empty tokenizer if the folder has no tokenizer files.
     """
     try:
         tokenizer = transformers.AutoTokenizer.from_pretrained(
@@ -67,8 +67,8 @@ def longest_prompt(tokenizer: Any) -> int:
     """Return the number of tokens of the longest prompt that `arithmetic` makes."""
     numbers = range(LARGEST + 1)
     longest = max(numbers, key=lambda number: len(render(tokenizer, number, number)))
-    # Put the number with the most tokens first, and try each number as the second. A tokenizer may merge digits with
-    # neighbouring characters, so the number of tokens of a number depends on its place.
+    # Use the longest number as the first operand, and try every number as the second. A tokenizer may merge digits with
+    # neighbouring characters, so the same number may need more tokens as the second operand.
     return max(len(render(tokenizer, longest, second)) for second in numbers)
 
 

@@ -215,7 +215,7 @@ def _explain(
     *,
     context_is_kept: bool,
 ) -> dict[str, tuple[float, ...]]:
-    """Compute the log-probabilities of a sample in several ways, and return them by the name of the way.
+    """Compute the log-probabilities of a sample in several ways. Return name of the way -> log-probabilities.
 
     Args:
         expect: function that returns the log-probabilities (1, T). Its arguments are one version per token, and `kept`

@@ -407,7 +407,7 @@ async def _start_server(
 ) -> str:
     """Start the job's engine server without a controller. Return the server's URL as soon as the server is ready.
 
-    The end of `stack` ends the server.
+    Closing `stack` stops the server.
 
     Raises:
         PeerTimeout: the server does not serve within `start_deadline_s`.

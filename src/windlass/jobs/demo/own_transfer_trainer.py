@@ -54,7 +54,10 @@ class OwnSender:
             save_file(weights, path, metadata={"format": "pt"})
 
     def shapes(self, _: None) -> list[tuple[str, list[int]]]:
-        """Return the names and shapes of all weights, in the order of `own_send`. The first call is collective."""
+        """Return the names and shapes of all weights, in the order in which `own_send` sends them.
+
+        The first call is collective.
+        """
         # Gather only once: the shapes do not change, and every later call runs while the job measures an update.
         if not self._shapes:
             self._shapes = [(name, list(tensor.shape)) for name, tensor in self.weights().items()]

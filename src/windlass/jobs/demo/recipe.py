@@ -227,7 +227,7 @@ class DemoRecipe(Recipe):
             self._kill = asyncio.create_task(self._kill_engine(victim))
 
     async def _kill_engine(self, name: str) -> None:
-        """Kill the process of the last engine, whose name is `name`, and wait for its end. The job starts it again."""
+        """Kill the process of the last engine (`name`), and wait until it has ended. The job starts it again."""
         engine = self._config.engines[-1]
         # For a server, the job's process is only the launcher, so SIGKILL would leave the server running. On SIGTERM
         # the launcher kills the server.

@@ -86,7 +86,7 @@ def make_directory(config: LaunchConfig) -> None:
     If the folder exists, delete it first: `check_output` accepts only an empty folder or the folder of an earlier demo.
 
     Raises:
-        ConfigError: see `check_output`, or the folder cannot be deleted or written.
+        ConfigError: `check_output` raised it, or the folder cannot be deleted or written.
     """
     check_output(config)
     folder = Path(config.output_dir)
@@ -191,9 +191,8 @@ def check_demo(config: LaunchConfig) -> None:
     """Check the demo's configuration; change nothing on disk.
 
     Raises:
-        ConfigError: see `check_output` and `check_options`; or software is missing (the engine's server, the transport's
-            package, Megatron-core); the pause mode does not work with the installed SGLang; the model cannot be used; or
-            the disk is too small.
+        ConfigError: a check of this module or `check_options` raised it, or the model cannot be used. It is also raised if
+            the engine's server or Megatron-core is missing.
     """
     check_output(config)
     server = config.engines[0]
@@ -330,11 +329,11 @@ async def run_demo(
     plain: bool,
     compared: DemoRecipe | None = None,
 ) -> int:
-    """Run the demo to its end, with `recipe` instead of the recipe that `config` names.
+    """Run the demo to its end.
 
     Args:
         config: job of the demo.
-        recipe: recipe, which also records the measurements.
+        recipe: recipe to use instead of the recipe in `config`. It also records the measurements.
         json_path: file for the measurements; None for `demo.json` in the output folder.
         plain: whether to print lines instead of a live view.
         compared: recipe for a second job, in which the engine's own transfer sends the weights; None for no second job.

@@ -94,7 +94,7 @@ def default_learning_rate(hidden_size: int) -> float:
 
 
 def _advantages(samples: Sequence[TrainingSample]) -> list[float]:
-    """Return for each sample: its reward minus the mean of its group, divided by the deviation in the group."""
+    """Return each sample's reward, normalised with the mean and the standard deviation of its group."""
     groups: dict[int, list[float]] = defaultdict(list)
     for sample in samples:
         groups[sample.group_id].append(sample.reward)
