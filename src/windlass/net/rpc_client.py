@@ -238,7 +238,7 @@ class Client(Callee[CommandT, ResultT], Closing, Generic[CommandT, ResultT, Fram
             self._end(PeerUnreachable("the control channel is closed"))
 
     async def send(self, frame: msgspec.Struct) -> bool:
-        """Send a frame. Return False if the frame may not arrive: the connection is missing or was lost during the send."""
+        """Send a frame. Return False if there is no connection, or if the connection is lost during the send."""
         if self._socket is None:
             return False
         try:
@@ -280,10 +280,10 @@ class Client(Callee[CommandT, ResultT], Closing, Generic[CommandT, ResultT, Fram
                 future.set_exception(error)
 
     async def _stay_connected(self) -> None:
-        """Connect again after each loss, with pauses. Return when `ended` is done.
+        """Connect, and connect again whenever the connection is lost. Return when `ended` is done.
 
-        After each loss and each failed try, make `stored` refuse calls that have not begun (unless `keeps_calls`), and set
-        `disconnected`. After a loss, also call `on_lost`.
+        After each loss and each failed attempt, make `stored` refuse calls that have not begun (unless `keeps_calls`), and
+        set `disconnected`. After a loss, also call `on_lost`.
         """
         pauses, give_up_at = BACKOFF.pauses(), self._loop.time() + self._give_up_s
         async with open_http(self._token, to_controller=True) as http:
@@ -353,7 +353,9 @@ class Client(Callee[CommandT, ResultT], Closing, Generic[CommandT, ResultT, Fram
     async def _on_frame(
         self, socket: aiohttp.ClientWebSocketResponse, parts: PartJoiner, data: bytes
     ) -> None:
-        """Handle a part of a frame. If this completes a call, answer the call later; pass other frames to `on_frame`.
+        """Handle a part of a frame. If the part completes a call, answer the call in a new task.
+
+        Pass every other complete frame to `on_frame`, except a refusal, which raises an error.
 
         The first frame that is neither a call nor a refusal is the welcome.
 

@@ -120,8 +120,8 @@ async def serve(
                 await owner.received(session, frame)
         if socket.exception() is not None:
             reason = f"connection broke: {socket.exception()}"
-        # After a missed heartbeat (TimeoutError), or a cut because the peer did not read, the peer's
-        # process may still run.
+        # The peer's process may still run if it only missed a heartbeat (TimeoutError), or if this server
+        # cut the connection because the peer did not read.
         ended = not (session.was_cut or isinstance(socket.exception(), TimeoutError))
     except MustWait as error:
         # This refusal needs no warning in the log. If its reason is an error, `Owner.admit` has logged this error.
@@ -161,7 +161,7 @@ async def _first_frame(
         parts: joiner of the connection's parts.
         codec: decoder of the peers' frames.
         deadline_s: seconds for each part.
-        waiting: joiners of all connections without a first frame.
+        waiting: joiners of all connections whose first frame is incomplete.
 
     Raises:
         Garbled: the frame did not arrive in time, or cannot be decoded.

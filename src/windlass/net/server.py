@@ -99,7 +99,7 @@ class ControlServer:
         """Add routes. Call this before `start`.
 
         Raises:
-            ConfigError: a route with this method and path exists already. None of `routes` is added.
+            ConfigError: a route with the method and path of one of `routes` exists already. No route is added.
         """
         added = list(routes)
         keys = [(r.method, r.path) for r in added if isinstance(r, web.RouteDef)]
@@ -159,10 +159,11 @@ class ControlServer:
 
     @web.middleware
     async def _authenticate(self, request: web.Request, handler: Handler) -> web.StreamResponse:
-        """Call the route's handler if the request has a token whose role may call the route; else answer 401, 403 or 503.
+        """Call the route's handler if the caller's role may call the route; else answer 401, 403 or 503.
 
-        Before the call, admit the connection (see `Listener.admit`), and set `CALLER` to the role. A GET request for a
-        public route needs no token.
+        The role comes from the request's token or, if there is no token, from the client certificate. Before the call,
+        admit the connection (see `Listener.admit`), and set `CALLER` to the role. A GET request for a public route
+        needs no role.
         """
         if request.method == "GET" and request.path in self._public:
             return await handler(request)

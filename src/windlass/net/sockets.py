@@ -85,7 +85,7 @@ async def send_frame(
         websocket: connection.
         data: the frame.
         deadline_s: seconds within which each part must be sent; otherwise this function cuts the connection.
-        within_s: seconds within which the whole frame must be sent; None for no such limit.
+        within_s: seconds within which the whole frame must be sent; None for no limit.
         on_cut: function that is called just before the cut, so that the caller knows that this process ended the
             connection.
 
@@ -171,10 +171,11 @@ class PartJoiner:
     def add(self, data: bytes) -> bytes | None:
         """Add a WebSocket message. Return the whole frame if this message completes it; otherwise None.
 
-        If the message begins a new frame, drop the incomplete frame before it, which the sender has given up.
+        If the message begins a new frame while another frame is incomplete, drop the incomplete frame, because its
+        sender has given it up.
 
         Raises:
-            ProtocolError: the part is out of order, or the frame is too large.
+            ProtocolError: the part is out of order or has a wrong size, or the frame is too large.
         """
         if data[:1] != _FIRST[:1]:
             self._drop()
@@ -252,7 +253,7 @@ def open_http(
     trace = aiohttp.TraceConfig()
     trace.on_request_redirect.append(_refuse_redirect)
     tls = client_context(to_controller=to_controller)
-    # Use only half of the descriptors: aiohttp may keep as many idle connections as connections in use.
+    # Use only half of the descriptors, because aiohttp may keep one idle connection for each connection in use.
     limit = max((raise_file_limit() - OTHER_DESCRIPTORS) // 2, 1) if many_connections else 100
     return aiohttp.ClientSession(
         connector=aiohttp.TCPConnector(

@@ -12,7 +12,7 @@ def measure_memcpy_gbps(nbytes: int = 256 << 20, repeats: int = 7) -> float:
     """Return the median memcpy rate of one thread between two buffers in host memory.
 
     Args:
-        nbytes: size of each buffer; must be well above the last-level cache, or the cache is measured.
+        nbytes: size of each buffer. Buffers that fit into the last-level cache give the rate of the cache.
         repeats: number of measured copies, after one copy to warm up.
 
     Returns:

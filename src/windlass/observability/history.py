@@ -68,8 +68,8 @@ class History:
         """Add a point with the current counts.
 
         If the last two stored points are less than `interval_s` apart, merge `point` into the last stored point. Otherwise
-        append `point`. If more than `max_points` points are then stored, double `interval_s` and merge every two
-        neighbours into one point; the first point stays as it is.
+        append `point`. If more than `max_points` points are then stored, double `interval_s`, and merge all points
+        but the first in pairs.
         """
         points = self._points
         if len(points) > 1 and points[-1].at_s - points[-2].at_s < self.interval_s:
@@ -150,7 +150,7 @@ class FleetEvents:
         self.newest.append(FleetEvent(at_s, who, what, is_bad))
 
     def compare(self, at_s: float, states: Iterable[EngineState]) -> None:
-        """Compare the engines' states with the states of the last call, and record the differences.
+        """Compare the engines' states with the states of the previous call, and record the differences.
 
         Events are recorded for engines that connected, disconnected, were left out, or caught up. A new `Stretch`
         begins if status, version or reason of an engine changed, but not if an engine pauses for an update.

@@ -169,7 +169,7 @@ class _Above:
 
 def can_draw(console: Console) -> bool:
     """Return whether a live view can be drawn: the console is a terminal, and neither stdout nor stderr is a pipe."""
-    # With FORCE_COLOR, rich also takes a file for a terminal.
+    # If FORCE_COLOR is set, rich treats even a file as a terminal.
     has_cursor = console.is_interactive and console.file.isatty()
     # The reader of a pipe may print to this terminal (`| tee log`) and so damage the view.
     return has_cursor and not any(_is_pipe(stream) for stream in (sys.stdout, sys.stderr))

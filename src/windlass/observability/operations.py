@@ -105,8 +105,8 @@ class Operations:
     def _make_frame(self) -> None:
         """Encode the overview as one event for all open pages, and compute the earliest time of the next event.
 
-        Encoding delays updates, which run in the same event loop. So the time until the next event is at least
-        1 / `MAX_FRAME_SHARE` times the time of this encoding.
+        Updates run in the same event loop, so they wait during the encoding. Therefore encoding takes at most the
+        fraction `MAX_FRAME_SHARE` of the time.
         """
         time = asyncio.get_running_loop().time
         began_at, self._frame_timer = time(), None

@@ -38,7 +38,7 @@ def status_within(
 ) -> RenderableType:
     """Draw the answer of `/v1/overview` with as many rounds and links as fit into `height` lines of the console.
 
-    A terminal would cut off further lines, and with them the totals at the end.
+    If there were more lines, the terminal would cut off the last lines, which contain the totals.
     """
     sizes = [(last_rounds, MAX_LINKS), (last_rounds, 6), (last_rounds, 0), (3, 0), (1, 0), (0, 0)]
     drawn: RenderableType = ""
@@ -125,7 +125,10 @@ def _links(links: list[dict[str, Any]], max_links: int) -> Iterator[RenderableTy
 
 
 def _rounds(rounds: list[dict[str, Any]]) -> Iterator[RenderableType]:
-    """Yield a table of rounds, and a line for each failure. Times that are 0 in every round have no column."""
+    """Yield a table of rounds, and a line for each failure and each engine that was left out.
+
+    Times that are 0 in every round have no column.
+    """
     taken = [
         measure
         for measure in Measure

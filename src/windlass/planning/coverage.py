@@ -66,9 +66,9 @@ def refuse_overlaps(
 ) -> None:
     """Check that no two rows of `dst` share a byte.
 
-    `ManifestBuilder.build` does not find such rows. It compares the sum of the shards' bytes with the size of the
-    parameter, and so accepts two shards that overlap and leave a gap of the same size. An update would then write one
-    byte twice and another byte never.
+    `ManifestBuilder.build` only compares the sum of the shards' bytes with the size of the parameter. So it accepts two
+    shards that overlap if there is a gap of the same size. An update would then write bytes in the overlap twice, and
+    no bytes in the gap.
 
     First compare the address ranges of all rows, with numpy. If rows of a parameter have overlapping ranges (strided
     shards), then compare each address of this parameter. Of parameters with the same arrangement of rows, check only one.
@@ -109,8 +109,8 @@ def _check_addresses(
 ) -> None:
     """Raise ManifestError if two of `rows` share bytes. All of `rows` are in the same parameter.
 
-    Addresses are compared in the largest unit that divides all offsets, strides and lengths of runs, because there are
-    fewer such units than bytes.
+    Compare addresses in units of several bytes, because there are fewer units than bytes. The unit is the greatest
+    common divisor of all offsets, strides and lengths of runs.
     """
     manifest = destinations[int(dst.rank[rows[0]])]
     parameter = manifest.parameters[int(dst.parameter[rows[0]])]

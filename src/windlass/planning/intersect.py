@@ -60,7 +60,7 @@ def unique_boxes(table: RowTable, num_classes: int) -> Boxes:
 
     Args:
         table: rows of the side.
-        num_classes: number of tensor classes of both sides together.
+        num_classes: number of tensor classes of both sides.
     """
     columns: list[Int32Array | Int64Array] = [table.rank]
     for wide in (table.sizes, table.offsets):
@@ -229,8 +229,8 @@ def find_holders(
         one_per_rank: True to return at most one row per atom and rank: the first row that contains the atom.
 
     Returns:
-        (base, holders). `base`, (num_classes + 1,), has the number of each tensor class's first atom. Its last value is
-        the count of all atoms.
+        (base, holders). `base`, (num_classes + 1,): `base[c]` is the number of the first atom of tensor class c, and
+        `base[-1]` is the count of all atoms.
     """
     num_classes = len(boxes.pattern)
     counts = np.zeros(num_classes, np.int64)

@@ -383,7 +383,7 @@ def _join_adjacent(ops: OpTable) -> OpTable:
 
 
 def _join_repeated(ops: OpTable) -> OpTable:
-    """Join consecutive ops of equal shape at a constant distance into one op with one more dim.
+    """Join consecutive ops of equal shape whose addresses differ by a constant distance into one op with one more dim.
 
     The size of the new outermost dim is the number of ops, and its stride is the distance. A joined op has only the
     name of its first tensor. Ops that cast are not joined, because the error of a failed cast must name the right

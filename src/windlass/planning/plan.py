@@ -210,7 +210,10 @@ class TransferPlan:
         return found
 
     def _with_own_names(self, own: int, *, sending: bool) -> TransferPlan:
-        """Return this plan, which is the part of rank `own`, with only this rank's name and the names that its ops use."""
+        """Return this plan with only the names that its ops use, and the name of rank `own`.
+
+        Call this on the plan part of this rank.
+        """
         src, here = _renumbered(self.ops.src, own if sending else None)
         dst, there = _renumbered(self.ops.dst, None if sending else own)
         tensor, named = _renumbered(self.ops.tensor, None)
@@ -244,9 +247,9 @@ class TransferPlan:
         return replace(self, staging_nbytes=staging_nbytes, ops=ops)
 
     def for_replica(self, leader: str, copy: ShardManifest) -> TransferPlan:
-        """Return the plan part of a destination rank that has the same layout as the destination `leader`.
+        """Return this plan part of the destination `leader` as the plan part of another rank with the same layout.
 
-        Call this on the plan part of `leader`. `copy` is the manifest of the rank that gets the result.
+        `copy` is the manifest of the other rank.
         """
         index = self.destinations.index(leader)
         return replace(

@@ -174,8 +174,8 @@ def _check_strides(plan: TransferPlan) -> None:
 def _bind_ops(plan: TransferPlan, link: Link) -> Iterator[BoundOp]:
     """Yield the ops of a link.
 
-    First convert whole columns to lists. A link of a mixture of experts has about 10,000 ops, and reading
-    single values from numpy arrays is slow.
+    First convert whole columns to lists, because reading single values from numpy arrays is slow. A link of a mixture
+    of experts has about 10,000 ops.
     """
     ops, rows = plan.ops, slice(link.start, link.stop)
     integers = zip(

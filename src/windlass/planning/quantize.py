@@ -27,7 +27,7 @@ _QUANTIZABLE = np.array([dtype in _SOURCES for dtype in DTYPES], np.bool_)
 
 
 def widen_scales(dst: RowTable, names: TensorNames) -> RowTable:
-    """Return `dst` with other boxes for rows of scales: the box of the weight elements to which the scales apply.
+    """Return `dst` with a new box for each row of scales: the box of the weight elements to which the scales apply.
 
     One scale applies to a block of `BLOCK` x `BLOCK` elements; blocks at the ends of the weight may be smaller.
     """
@@ -56,7 +56,7 @@ def payload_sizes(sizes: Int64Array, transform: UInt8Array) -> Int64Array:
 def split_units(units: Int64Array, transform: UInt8Array) -> Int64Array:
     """Return the number of slices into which each op may be cut along one dim.
 
-    `units` is the number of elements along this dim. An op that quantises may only be cut between blocks.
+    `units` is the number of elements along this dim. The cuts of an op that quantises must be between blocks.
     """
     return np.where(transform != Transform.NONE, -(-units // BLOCK), units)
 
@@ -74,8 +74,8 @@ def refuse_casts(
         names: tensor names, for the message.
 
     Raises:
-        UnsupportedLayout: no cast exists between the dtypes of an op, or a float8 destination declares no scales. The
-            message names the tensor and both dtypes.
+        UnsupportedLayout: an op needs a cast or a quantisation that does not exist, or a float8 destination declares
+            no scales. The message names the tensor and both dtypes.
     """
     have, want, transform = src.dtype[src_row], dst.dtype[dst_row], dst.transform[dst_row]
     plain = transform == Transform.NONE

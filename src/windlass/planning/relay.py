@@ -61,8 +61,8 @@ def depths_of(group: RelayGroup) -> tuple[tuple[int, ...], ...]:
 def find_replicas(engines: Mapping[str, Sequence[ShardManifest]]) -> tuple[tuple[str, ...], ...]:
     """Return the sets of engines that have the same layout, as tuples of engine names.
 
-    Leave out engines with a unique layout. `engines` has the manifests of each engine's ranks. The names in a tuple are in
-    the order of `engines`. The tuples are in the order of their first names.
+    Leave out engines with a unique layout. `engines` has the manifests of each engine's ranks. The result keeps the
+    order of `engines`.
     """
     found: dict[tuple[str, ...], list[str]] = {}
     for name, manifests in engines.items():

@@ -72,8 +72,7 @@ def decode_held(data: bytes, manifest: ShardManifest) -> StructuredArray:
 
     Raises:
         ProtocolError: `data` is not a `HELD` table.
-        PlanError: a box reaches outside its parameter, or has more bytes than the parameter, so that it contains some
-            byte twice.
+        PlanError: a box is not inside its parameter, or contains a byte of the parameter twice.
     """
     try:
         held = np.frombuffer(data, HELD)
@@ -265,7 +264,7 @@ def decode_digested(data: bytes) -> StructuredArray:
 def find_replicated(sources: Sequence[ShardManifest], unread: Collection[str] = ()) -> Replicated:
     """Return each box that several ranks hold, or that one rank holds at several places, in the same dtype.
 
-    Tensors in `unread` are left out: no engine takes these tensors, so their bytes may differ between ranks.
+    Leave out the tensors in `unread`. No engine reads these tensors, so their bytes may differ between ranks.
 
     Raises:
         ManifestError: manifests contradict each other; or one rank holds a box in two dtypes.
@@ -339,7 +338,7 @@ def _offset_bytes(table: RowTable, rows: Int64Array, offsets: Int64Array) -> Int
 def _distinct_places(
     table: RowTable, rows: Int64Array, atom: Int64Array, offsets: Int64Array, sizes: Int64Array
 ) -> tuple[Int64Array, Int64Array]:
-    """Return `rows` and `atom` without duplicates: rows that describe the same bytes of a rank as an earlier row."""
+    """Return `rows` and `atom` without duplicates. A duplicate describes the same bytes of a rank as an earlier row."""
     rank = table.rank[rows]
     again = (atom[1:] == atom[:-1]) & (rank[1:] == rank[:-1])
     at = np.flatnonzero(np.append(again, False) | np.append(False, again))
@@ -392,7 +391,7 @@ def _named_box(
 
 
 def _slowest_first(sizes: Int64Array, strides: Int64Array) -> Int64Array:
-    """Return an order of the dims for each box, (b, MAX_DIMS): dims of size 1 first, then by descending stride.
+    """Return an order of the dims for each box, (b, MAX_DIMS): first dims of size 1, then by descending stride.
 
     In this order of the dims, `_join_rows` finds the longest contiguous rows.
     """

@@ -74,13 +74,13 @@ def resolve_names(
 ) -> TensorNames:
     """Give every tensor name a class. Names of one class belong to the same tensor.
 
-    An alias of a source (tied weights) joins two names into one class. An alias of a destination joins no classes, but
-    may name a class: if no source has a tensor's own name, the own name gets the class of the alias.
+    An alias of a source (tied weights) joins two names into one class. An alias of a destination does not join classes.
+    But if no source has the name of a destination's tensor, this name gets the class of the tensor's alias.
 
     Args:
         sources: manifests of the trainer ranks.
         destinations: manifests of the engine ranks.
-        unread: names that no engine takes. Sources may give these names different shapes.
+        unread: names that no engine reads. Sources may give these names different shapes.
 
     Raises:
         ManifestError: two workers give a name different shapes; a destination ties two tensors that the sources hold
@@ -125,7 +125,7 @@ def resolve_names(
 def _read_names(
     sources: Sequence[ShardManifest], destinations: Sequence[ShardManifest]
 ) -> set[str]:
-    """Return the names that destinations have, and the names that a source's alias ties to such a name."""
+    """Return the names that destinations have, and the names that a source ties to one of these names."""
     read = {n for m in destinations for n in (*m.aliases, *(spec.name for spec in m.tensors))}
     for alias, target in (pair for m in sources for pair in m.aliases.items()):
         if not read.isdisjoint({alias, target}):
@@ -193,7 +193,7 @@ def _apply_destination_aliases(
     """Give a destination's tensor the class of its alias if no source has the tensor's own name. Change `class_of`.
 
     Raises:
-        ManifestError: the sources have two separate tensors of these names.
+        ManifestError: the sources have two separate tensors with these names.
     """
     for manifest in destinations:
         for alias, target in manifest.aliases.items():

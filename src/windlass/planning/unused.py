@@ -58,7 +58,7 @@ def find_kept(
         ManifestError: see `resolve_names`.
     """
     names = resolve_names(sources, destinations)
-    # An alias of a destination is no tensor of its own.
+    # An alias of a destination is not a separate tensor.
     own = {spec.name for manifest in destinations for spec in manifest.tensors}
     missing = (name for name in own if names.class_of[names.index[name]] < 0)
     return frozenset(n for n in missing if any(fnmatchcase(n, p) for p in patterns))
