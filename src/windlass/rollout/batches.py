@@ -97,9 +97,9 @@ BACKOFF = Backoff(0.05, 1.0)
 def training_samples(group: RolloutGroup, rewards: Iterable[object]) -> tuple[TrainingSample, ...]:
     """Return a group's samples with their rewards: one sample per answer, or one per conversation of a workflow.
 
-    The turns of a conversation are one sample, see `merge_turns`. If a workflow has several conversations (or branches),
-    each of their samples gets the reward of the rollout. A rollout to which the workflow added tensors must have one
-    conversation, whose sample gets the tensors.
+    The turns of a conversation become one sample, see `merge_turns`. If a workflow has several conversations (or
+    branches), each of their samples gets the reward of the rollout. If the workflow added tensors to a rollout, the
+    rollout must have exactly one conversation. The sample of this conversation gets the tensors.
 
     Args:
         group: finished rollouts.
@@ -173,10 +173,10 @@ def check_rewards(group: RolloutGroup, rewards: object) -> tuple[float, ...]:
 def check_groups(
     what: str, groups: Iterable[Iterable[TrainingSample]]
 ) -> tuple[tuple[TrainingSample, ...], ...]:
-    """Return groups of samples as tuples.
+    """Return groups of samples as tuples. `what` is the beginning of the error text.
 
     Raises:
-        ConfigError: a value is not a `TrainingSample`; the text begins with `what`.
+        ConfigError: a value is not a `TrainingSample`.
     """
     whole = []
     for number, group in enumerate(groups):
@@ -279,8 +279,8 @@ class BatchQueue:
         groups of these samples.
 
         Raises:
-            ConfigError: the step is neither greater than all earlier steps nor a step with lost samples; `groups` is
-                empty; or a value of a group is not a `TrainingSample`.
+            ConfigError: the step has no lost samples and is not greater than all earlier steps; `groups` is empty; or a
+                value of a group is not a `TrainingSample`.
         """
         (step,) = plain_integers("BatchQueue: step", (step,))
         batch = check_groups(f"BatchQueue: step {step}", groups)
@@ -358,7 +358,7 @@ class BatchQueue:
         """Let trainer ranks fetch the held tensors of samples inside the block, with `BatchClient.fetch`.
 
         This is for samples that ranks get from a `TrainController` and not from this queue. The block gets the samples.
-        Large tensors that no worker holds, because a recipe made them, are held by this process.
+        If a recipe made large tensors, no worker holds them, so this process holds them.
 
         Raises:
             ConfigError: a value of a group is not a `TrainingSample`.
@@ -384,9 +384,9 @@ class BatchQueue:
     async def requested(self, step: int, *, deadline_s: float) -> None:
         """Wait until a rank requests `step`.
 
-        Take the groups of the batch from the controller only after this call. The controller checks the age of
-        the tokens when it delivers a group, and groups that are delivered too early become older until the
-        trainer uses them.
+        Request the groups of the batch from the controller only after this call. The controller checks the age of a
+        group's tokens only when it delivers the group. If it delivers the group too early, the tokens may be too old
+        when the trainer uses them.
 
         Raises:
             PeerTimeout: no rank requested the step within `deadline_s`.
@@ -457,7 +457,7 @@ class BatchQueue:
     def _note_question(self, rank: int, world_size: int) -> None:
         """Record that a rank waits for a batch. If all ranks wait now, call the listeners of `on_wait`.
 
-        A request with another world size starts the record again, because the trainer may have restarted.
+        If the world size has changed, clear the record first, because the trainer may have restarted.
         """
         if not self._num_ranks():
             return
@@ -617,11 +617,14 @@ class BatchClient(Closing):
 
         If samples of the step have large tensors, the processes that hold the tensors of this shard write them into memory
         of this process. If a write fails, the client requests it again. The call returns when every rank has its tensors.
-        If a tensor is lost, for example because its worker has ended, all ranks wait until the batch is put again. A later
-        batch uses the same memory when no tensor of this batch, and no array made from such a tensor, is in use.
+        If a tensor is lost, for example because its worker has ended, all ranks wait until the batch is put again.
+
+        When this process has dropped all tensors of a batch, and all arrays that share their memory, a later batch may
+        use this memory.
 
         Raises:
-            ConfigError: step < 0, the rank is not in [0, world_size), or the controller refused the request.
+            ConfigError: step < 0, the rank is not in [0, world_size), deadline_s <= 0, or the controller refused the
+                request.
             AuthenticationError: wrong token.
             StaleMessage: the controller has dropped the batch of this step.
             PeerTimeout: the controller had no batch of this step, or did not answer, within `deadline_s`.

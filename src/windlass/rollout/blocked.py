@@ -87,7 +87,7 @@ class BlockWatch:
         who = "something"
         if context is not None:
             who = f"workflow {context.workflow} (rollout {context.task_id})"
-        # Write the innermost frame first, and all frames on one line: the log escapes line ends in a message.
+        # Write the innermost frame first, and all frames on one line: the log escapes line breaks in a message.
         stack = " <- ".join(
             f"{each.filename}:{each.lineno} in {each.name}: {each.line}"
             for each in reversed(frames[first:])

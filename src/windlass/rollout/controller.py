@@ -336,10 +336,10 @@ class RolloutController:
         self._life.decline([rollout.task_id for rollout in found])
 
     def replace(self, reasons: Mapping[str, str]) -> None:
-        """Discard answers of a group that is not delivered, and generate other answers in their place.
+        """Discard answers of a group that is not delivered, and generate new answers in their place.
 
-        The other answers of the group stay. The group is complete again when the new answers are finished. The call
-        counts as a rejection of each answer. A rollout fails after `RolloutConfig.max_rejections` rejections.
+        The group keeps all answers that are not in `reasons`. It is complete again when the new answers are finished.
+        Each discarded answer counts as rejected. A rollout fails after `RolloutConfig.max_rejections` rejections.
 
         Args:
             reasons: task id of a finished rollout (see `peek`) -> reason for logs and errors, for example why the
@@ -512,10 +512,14 @@ class RolloutController:
         return groups
 
     def return_groups(self) -> tuple[GroupHandle, ...]:
-        """Make the groups that `take` or `next_batch` delivered with `keep` ready again, before all other groups.
+        """Make all kept groups ready again, before all other groups.
 
-        Call this if trainer ranks continue from a checkpoint that does not contain their newest steps, when the ranks have
-        loaded the checkpoint, and before `count_from`. Groups that the checkpoint contains must be acknowledged before.
+        If `take` or `next_batch` delivered a group with `keep=True`, the controller keeps the group until `acknowledge`
+        or `decline`.
+
+        Call this if trainer ranks continue from a checkpoint that does not contain their newest steps. Call it after the
+        ranks have loaded the checkpoint, and before `count_from`. First acknowledge the groups on which the checkpoint
+        has been trained.
 
         The groups keep their ids, answers and versions, and are never too old: the trainer uses them again with the
         weights of the same steps. Only answers with held tensors are generated again, because the controller does not
@@ -588,7 +592,7 @@ class RolloutController:
     async def wait_for_room(self, *, deadline_s: float) -> None:
         """Wait until the controller would admit another rollout immediately.
 
-        A producer that calls this before each submission takes prompts from its dataset only as fast as the
+        If a producer calls this before each submission, it reads prompts from its dataset only as fast as the
         staleness bound, the workers and the trainer allow.
 
         Args:
@@ -817,7 +821,7 @@ class RolloutController:
     def _unpark(self) -> None:
         """Move parked records to the front of the dispatch queue.
 
-        For each workflow, move at most one record per free slot of the workers that know the workflow.
+        For each workflow, move at most one record per free slot of the workers that can run the workflow.
         """
         for workflow, records in self._table.parked.items():
             room = sum(w.free_slots for w in self._workers.values() if w.can_run(workflow))

@@ -276,8 +276,7 @@ class RankTensors(Closing):
     def _arena(self, transport: OneSidedTransport, nbytes: int) -> Arena:
         """Return memory of at least `nbytes` bytes: an unused arena from `_arenas`, or a new arena.
 
-        Of the remaining unused arenas, keep at most `KEPT_ARENAS` - 1 arenas of at least `nbytes` bytes, and free the
-        rest.
+        Free all other unused arenas, except `KEPT_ARENAS` - 1 arenas of at least `nbytes` bytes.
         """
         free = [arena for arena, owner in self._arenas if owner() is None]
         self._arenas = [each for each in self._arenas if each[1]() is not None]

@@ -153,7 +153,7 @@ async def generate(
         async with asyncio.timeout(task.deadline_s):
             return await progress.run(session)
     except TimeoutError as error:
-        # A socket may also raise TimeoutError (ETIMEDOUT). The same text is right, because no answer arrived then, too.
+        # A socket may also raise TimeoutError (ETIMEDOUT). The text is right in both cases: no answer arrived.
         reason = f"no answer within {task.deadline_s:.3f} s"
         raise progress.failure(reason) from error
     except (aiohttp.ClientError, OSError, PeerUnreachable, *DECODE_ERRORS) as error:
@@ -234,7 +234,7 @@ class AttemptProgress:
         """Read an answer as server-sent events, pass its tokens to the watching caller, and return the whole answer.
 
         Raises:
-            AttemptError: the engine reports an error, or ends the stream before the answer.
+            AttemptError: the engine reports an error, or ends the stream before the end of the answer.
         """
         ids, logprobs = list[int](), list[_TokenLogprob]()
         async for data in _events(content):
@@ -319,7 +319,7 @@ class AttemptProgress:
             "rid": f"{task.task_id}-{task.attempt}-{self.num_calls}",
             "input_ids": task.prompt_ids + self.tokens.output_ids,
             "return_logprob": True,
-            # Send numbers even if they are our defaults: a server may read other defaults from the model's folder.
+            # Send values that equal our defaults too, because a server may use the defaults in the model's folder.
             "sampling_params": {
                 "max_new_tokens": sampling.max_new_tokens - num_done,
                 "min_new_tokens": max(sampling.min_new_tokens - num_done, 0),

@@ -168,7 +168,7 @@ class TensorStore(Closing):
     async def hold(
         self, tensors: Mapping[str, SampleTensor], inline_nbytes: int
     ) -> dict[str, SampleTensor]:
-        """Hold tensors of more than `inline_nbytes` bytes. Return all tensors, but held tensors without their elements."""
+        """Store the elements of tensors of more than `inline_nbytes` bytes. Return all tensors, without these elements."""
         large = [name for name, tensor in tensors.items() if is_large(tensor, inline_nbytes)]
         if not large:
             return dict(tensors)
@@ -187,7 +187,7 @@ class TensorStore(Closing):
         return msgspec.structs.replace(tensor, data=b"", held=held)
 
     def release(self, keys: Iterable[str]) -> None:
-        """Free tensors. A write that has begun keeps their elements until it ends. Unknown keys are ignored."""
+        """Free tensors. If a write is running, their elements stay in memory until it ends. Unknown keys are ignored."""
         for key in keys:
             _, lease = self._held.pop(key, (b"", None))
             if lease is not None:
@@ -225,7 +225,7 @@ class TensorStore(Closing):
         return self._transport
 
     async def end(self) -> None:
-        """Call `close`. Use a thread if `close` may block: a write may be running, or a transport must be closed."""
+        """Call `close`. Use a thread if `close` may block, because a write is running or a transport is open."""
         if self._transport is None and not self._writing.locked():
             self.close()
         else:

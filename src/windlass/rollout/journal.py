@@ -223,7 +223,7 @@ class PersistedState:
     def entries(self) -> Iterator[Entry]:
         """Yield the smallest number of entries that describe this state."""
         left = list(self.submissions())
-        # A process that reads these entries counts one group per `Submitted`. So `num_groups` must not include these
+        # When a process reads these entries, it adds one group per `Submitted`. So `num_groups` must not include these
         # groups.
         num_left = sum(submitted.group_id >= 0 for submitted in left)
         yield msgspec.structs.replace(self.started, num_groups=self.started.num_groups - num_left)
@@ -333,7 +333,7 @@ class RolloutJournal:
         metadata: object,
         size: GroupSize,
     ) -> None:
-        """Record the submission of a group, or of a single rollout with a `group_id` of -1.
+        """Record the submission of a group or of a single rollout. `group_id` is -1 for a single rollout.
 
         Raises:
             ConfigError: the metadata is not msgpack-plain.
@@ -411,7 +411,7 @@ class RolloutJournal:
             asyncio.get_running_loop().call_soon(self._flush_later)
 
     def _flush_later(self) -> None:
-        """Write all added entries; on an error, `flush` schedules the next try."""
+        """Write all added entries. If this fails, `flush` schedules the next attempt."""
         self._flush_scheduled = False
         # A caller that needs the journal gets the error from `check`.
         with contextlib.suppress(RolloutError):
@@ -441,7 +441,7 @@ class RolloutJournal:
         self._schedule_upkeep()
 
     def _note_fault(self, before: str, now: str) -> None:
-        """Log the start or the end of a fault, and call the listeners.
+        """If a fault has begun or ended, log this and call the listeners.
 
         `before` and `now` are the texts of the earlier and of the current fault; empty for no fault.
         """
@@ -467,7 +467,7 @@ class RolloutJournal:
         self.upkeep.add_done_callback(self._upkeep_ended)
 
     def _upkeep_ended(self, task: asyncio.Task[None]) -> None:
-        """Log an unexpected error of the sync that has ended, and schedule the next sync if there are unsynced lines."""
+        """Log an unexpected error of `_keep_up`, and schedule the next sync if there are unsynced lines."""
         self.upkeep = None
         if not task.cancelled() and (error := task.exception()) is not None:
             logger.error("journal %s: upkeep failed: %s", self._path, error)

@@ -283,7 +283,7 @@ class Lifecycle:
             worker: name of the worker.
 
         Returns:
-            Seconds until the attempt's deadline.
+            Seconds until the deadline of the attempt or of the rollout, whichever is earlier.
         """
         self._admit(record)
         record.attempt = max(record.attempt, self.first_attempt) + 1

@@ -41,7 +41,7 @@ def agent_workflow(
     `branches`.
 
     Args:
-        idle_s: seconds that the agent may send no request after the claim. Then the attempt fails, and the controller
+        idle_s: seconds after which an agent without requests counts as lost. The attempt then fails, and the controller
             tries the rollout again with a new key.
         request_sampling: see `WorkflowContext.chat_endpoint`.
 

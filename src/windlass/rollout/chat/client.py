@@ -57,7 +57,7 @@ def claim_rollout(base_url: str, agent_token: str, *, deadline_s: float) -> Clai
     Raises:
         AuthenticationError: wrong token.
         ConfigError: `base_url` is not a URL.
-        PeerTimeout: there was no rollout, or no endpoint, within `deadline_s`.
+        PeerTimeout: no rollout was offered, or the endpoint did not answer, within `deadline_s`.
         ProtocolError: the endpoint refused the request.
     """
 

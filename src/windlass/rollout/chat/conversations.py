@@ -102,7 +102,7 @@ class Conversations:
         self._texts.append((text, prompt.ids + output_ids))
 
     def _prompt(self, messages: tuple[Message, ...], template: Template) -> Prompt:
-        """Return a prompt that continues the latest answer in the conversation, or a new prompt; see `prompt`."""
+        """Return a prompt that continues the latest recorded answer in the conversation; a new prompt if there is none."""
         for digest in reversed(fingerprints(messages, template)):
             if (known := self._answered.get(digest)) is not None:
                 # Use the recorded messages: clients may drop the reasoning of earlier answers.
@@ -154,8 +154,9 @@ class Conversations:
         """Return the part of `whole` after the answer of `known`, for templates with which `_after_last` returns "".
 
         Such a template renders the last answer of a conversation in a special way. To find where the answer ends in
-        `whole`, render the conversation with two other answers, and take the common end of these two texts. Return "" if
-        `whole` does not contain the rendered prompt and all parts of the answer unchanged.
+        `whole`, render the conversation with two other answers. The part after the answer is the longest common suffix
+        of these two texts. Return "" if `whole` does not contain the rendered prompt and all parts of the answer
+        unchanged.
         """
         *before, answer = known.messages
         new = messages[len(known.messages) :]

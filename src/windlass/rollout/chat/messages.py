@@ -39,9 +39,9 @@ class Message(msgspec.Struct, frozen=True):
 
     @classmethod
     def of(cls, given: Mapping[str, Any]) -> Message:
-        """Convert a message of a `Chat`, which has the form of chat completions.
+        """Convert a message of a `Chat`. The message must have the format of chat completions.
 
-        If a tool call has another form, `more` gets all tool calls of the message unchanged.
+        If one of its tool calls has a different format, `more` gets all its tool calls unchanged.
         """
         content = given.get("content")
         if isinstance(content, list):
@@ -61,7 +61,7 @@ class Message(msgspec.Struct, frozen=True):
         return cls(given["role"], content or "", **known, more=more)
 
     def for_template(self) -> dict[str, Any]:
-        """Return the message in the form that chat templates take: the arguments of tool calls are decoded from JSON."""
+        """Return the message as chat templates expect it: the arguments of tool calls are decoded from JSON."""
         found: dict[str, Any] = {"role": self.role, "content": self.content}
         if self.reasoning:
             found["reasoning_content"] = self.reasoning
@@ -116,7 +116,7 @@ def fingerprints(messages: Sequence[Message], template: Template) -> list[bytes]
 
 
 def _call_of(call: Any) -> ToolCall | None:
-    """Convert a tool call that has the form of chat completions; return None for a call that has another form.
+    """Convert a tool call in the format of chat completions. Return None if the call has a different format.
 
     The arguments of the call may be values or JSON text.
     """

@@ -124,7 +124,7 @@ class ChatReply:
         finish_reason: str | None = None,
         logprobs: Mapping[str, Any] | None = None,
     ) -> bytes:
-        """Return the event of a stream with the next part of an answer."""
+        """Return a stream event that contains the next part of an answer."""
         choice = {
             "index": index,
             "delta": delta,
@@ -228,7 +228,7 @@ class CompletionReply:
         }
 
     def _part(self, new: Delta, finish_reason: str | None = None) -> dict[str, Any]:
-        """Return a part of an answer in OpenAI's format, with the answer's position among the answers."""
+        """Return a part of an answer, with the answer's index, in OpenAI's format."""
         lengths = (len(token.text) for token in new.tokens)
         has_top = any(token.top for token in new.tokens)
         logprobs = {

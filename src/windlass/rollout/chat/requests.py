@@ -309,7 +309,7 @@ class Policy:
 
 
 def chat_call(request: ChatRequest, policy: Policy) -> Call:
-    """Return the call of a chat completion; raise `ConfigError` if the endpoint cannot answer it."""
+    """Convert a chat completion request to a `Call`; raise `ConfigError` if the endpoint cannot answer it."""
     messages = tuple(_message_of(message) for message in request.messages)
     tools = tuple(msgspec.to_builtins(tool) for tool in request.tools or ())
     schema = request.response_format.required_schema() if request.response_format else None
@@ -335,7 +335,7 @@ def chat_call(request: ChatRequest, policy: Policy) -> Call:
 
 
 def completion_call(request: CompletionRequest, policy: Policy) -> Call:
-    """Return the call of a completion; raise `ConfigError` if the endpoint cannot answer it."""
+    """Convert a completion request to a `Call`; raise `ConfigError` if the endpoint cannot answer it."""
     prompt = request.prompt if isinstance(request.prompt, str) else tuple(request.prompt)
     sampling = policy.of(request, max_tokens=request.max_tokens, stop=request.stop)
     return _checked(
@@ -351,7 +351,9 @@ def completion_call(request: CompletionRequest, policy: Policy) -> Call:
 
 
 def response_call(request: ResponseRequest, policy: Policy, previous: Sequence[Message]) -> Call:
-    """Return the call of a response. `previous` has the messages of the previous response; the new messages follow them.
+    """Convert a response request to a `Call`. Its messages are the instructions, `previous`, and the request's input.
+
+    `previous` contains all messages up to the previous response, and this response.
 
     Raises:
         ConfigError: the endpoint cannot answer the request.
@@ -470,7 +472,7 @@ def _text_of(where: str, content: str | Sequence[_Part] | None) -> str:
 
 
 def _message_of(message: _Message) -> Message:
-    """Convert a message of a chat request. The role `developer` becomes `system`, which chat templates know."""
+    """Convert a message of a chat request. Replace the role `developer` by `system`, which chat templates support."""
     calls = tuple(
         ToolCall(call.id, call.function.name, call.function.arguments)
         for call in message.tool_calls or ()

@@ -175,7 +175,7 @@ class ChatServer:
     async def offer(self, session: ChatSession) -> None:
         """Offer a session to external agents, and wait until an agent claims it.
 
-        This wakes an agent that waits for a rollout. A cancelled wait withdraws the offer.
+        This wakes an agent that waits for a rollout. If this call is cancelled, it withdraws the offer.
         """
         claimed = asyncio.Event()
         self._offers[session.session_id] = session, claimed
@@ -263,7 +263,7 @@ class ChatServer:
     def _authenticate(self, request: web.Request) -> None:
         """Check the key of a request, and exempt its connection from the limits on strangers; see `Listener.admit`.
 
-        An ended session accepts only a repetition of its reward.
+        An ended session accepts only a repetition of the request that set its reward.
 
         Raises:
             ApiError: the key is wrong, or no file descriptor is left for the connection.
@@ -332,7 +332,7 @@ class ChatServer:
         return await self._serve(http, kind, reply)
 
     async def _responses(self, http: web.Request) -> web.StreamResponse:
-        """Answer `POST /v1/responses`, and store the messages of the reply, so that a later request can continue it."""
+        """Answer `POST /v1/responses`. Store the conversation, so that a later request can continue it."""
         session = self._session_of(http)
 
         async def reply(request: ResponseRequest, send: Send | None) -> Reply:
@@ -433,8 +433,8 @@ class ChatServer:
         try:
             async with asyncio.timeout(claim.deadline_s):
                 await self._num_offers.acquire()
-                # An attempt that ends removes its offer and does not decrease the semaphore. So the semaphore may count
-                # more offers than exist.
+                # When an attempt ends, `offer` removes the offer and does not decrease the semaphore. So the
+                # semaphore may count more offers than exist.
                 while not self._offers:
                     await self._num_offers.acquire()
             session, claimed = self._offers.pop(next(iter(self._offers)))

@@ -426,9 +426,9 @@ class ChatSession:
         return await self._conversations.prompt(call.messages, call.template)
 
     def _within_context(self, sampling: SamplingParams, num_tokens: int) -> SamplingParams:
-        """Return `sampling` with at most as many new tokens as the engine's context has room for.
+        """Return `sampling`, and reduce its limit of new tokens if the engine's context has room for fewer.
 
-        Raise `ApiError` if there is no room after a prompt of `num_tokens`.
+        Raise `ApiError` if the context has no room for a new token after a prompt of `num_tokens`.
         """
         limit = self._limits.max_context
         if not limit:

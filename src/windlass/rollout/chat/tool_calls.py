@@ -63,8 +63,7 @@ def _tagged(text: str, parse: Callable[[str], Iterable[ToolCall]]) -> tuple[str,
 def _elements(text: str, kind: str, *, may_be_open: bool = False) -> Iterator[tuple[str, str]]:
     """Yield name and body of each `<KIND=NAME>BODY</KIND>` in one pass over the text.
 
-    A model may write thousands of opening tags without closing tags. The function searches each part of such a text once,
-    and not once per tag.
+    One pass matters because a model may write thousands of opening tags without closing tags.
 
     Args:
         text: text of a call.
@@ -173,7 +172,7 @@ MARKS: Mapping[str, Marks] = MappingProxyType(
 
 
 def text_before(text: str, marks: Iterable[str]) -> str:
-    """Return the text before the first mark. If the text ends with the beginning of a mark, leave out this end too."""
+    """Return the text before the first mark. If the text ends with a prefix of a mark, leave out this prefix too."""
     end = len(text)
     for mark in marks:
         if (at := text.find(mark)) < 0:
@@ -213,8 +212,8 @@ def split_reasoning(text: str, *, is_open: bool = False, is_whole: bool = True) 
     Args:
         text: generated text. It has reasoning only if it starts with `<think>` or `is_open` is set.
         is_open: whether the prompt ends with `<think>`, as the chat templates of some models do.
-        is_whole: whether the answer is complete. If the text of an incomplete answer ends with the beginning of a tag,
-            leave out this end.
+        is_whole: whether the answer is complete. If the text of an incomplete answer ends with a prefix of a tag, leave
+            out this prefix.
     """
     begun = text.lstrip()
     if not is_whole and THINK.startswith(begun):
