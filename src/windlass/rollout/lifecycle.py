@@ -469,7 +469,10 @@ class Lifecycle:
         self.newest_failure = f"rollout {record.task_id}: {reason}"
 
     def _failed_too_often(self, record: Record) -> bool:
-        """Fail a rollout that has failed `max_attempts` times and return True, or count a retry and return False."""
+        """Fail the rollout and return True if `max_attempts` attempts have failed.
+
+        Otherwise count a retry and return False.
+        """
         if record.failures < self._config.max_attempts:
             self.table.counts.retried += 1
             return False
@@ -548,7 +551,9 @@ class Lifecycle:
     # --- too old -----------------------------------------------------------------------------
 
     def _throw_away(self, record: Record, outcome: RolloutOutcome | None) -> None:
-        """Resubmit or drop a rollout whose answer is too old, or would be too old.
+        """Resubmit or drop a rollout whose answer is too old.
+
+        `outcome` is None if the attempt was stopped before it had an answer.
 
         The rollout must not have a running attempt, and the policy must not count the sample as accepted.
         """
@@ -572,7 +577,7 @@ class Lifecycle:
             f"(on_stale={policy.on_stale}, max_resubmits={policy.max_resubmits})"
         )
         logger.info("%s", error)
-        # The caller may have read the samples of a ready group (see `peek`), so a ready group must not lose one.
+        # The caller may have read the samples of a ready group (see `peek`), so a ready group must keep all samples.
         if group.can_lose_one() and group.group_id not in self.table.ready:
             self.table.counts.dropped += 1
             self._lose(record)
@@ -625,8 +630,8 @@ class Lifecycle:
     def drop_stale(self) -> None:
         """Discard buffered answers that are too old, and stop attempts whose answers would be too old.
 
-        An answer of a returned group is never too old: the trainer uses it again with the weights that the trainer had when
-        it got the answer, and these weights only have a newer version number now.
+        An answer of a returned group is never too old: the trainer uses it again with the same weights as the first time.
+        Only the version number of these weights is newer.
         """
         throws_away, buffered = self._policy.throws_away, self.table.buffered.values()
         old = [
@@ -677,13 +682,13 @@ class Lifecycle:
     def _keep(self, group: Group, records: Sequence[Record]) -> None:
         """Keep a delivered group until the caller acknowledges, declines or returns it.
 
-        Keep no answer with held tensors, because their holders would have to keep the elements as long.
+        Discard answers with held tensors. Otherwise the workers would have to keep the elements of these tensors.
         """
         group.records += records
         for record in records:
             if record.outcome is not None and held_of(record.outcome.tensors):
                 record.outcome = None
-        # The old future has the delivered result, and so refers to all tensors of the group.
+        # Replace the future, because its result refers to all tensors of the group.
         group.future = GroupFuture(records[0].task_id, self.give_up_group)
         self._kept.update(dict.fromkeys([record.task_id for record in records], group))
 
@@ -695,7 +700,10 @@ class Lifecycle:
             group.records.clear()
 
     def return_groups(self) -> list[GroupHandle]:
-        """Make all kept groups ready again, before all other groups; see `RolloutController.return_groups`."""
+        """Put all kept groups in front of the other ready groups; see `RolloutController.return_groups`.
+
+        If the answer of a rollout was discarded, resubmit the rollout. Its group is ready when the new answer arrives.
+        """
         groups = list(dict.fromkeys(self._kept.values()))
         self._kept.clear()
         for group in groups:
@@ -754,7 +762,7 @@ class Lifecycle:
     def decline(self, task_ids: Sequence[str]) -> None:
         """Remove one delivered result from the counts, because the trainer could not use it. New rollouts may then start.
 
-        `task_ids` are the task ids of a delivered group, or the one id of a single rollout.
+        `task_ids` are the task ids of a delivered group. A rollout that was submitted without a group has only one id.
 
         Raises:
             RolloutError: the result with these ids was not delivered, is not among the `DECLINABLE` newest results,

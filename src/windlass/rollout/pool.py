@@ -179,7 +179,7 @@ class LocalWorker(Worker):
             self._attempts.cancel(task_id, attempt)
 
     async def stop(self) -> None:
-        """Cancel all attempts, wait at most `STOP_DEADLINE_S` for their end, and close the connections to engines."""
+        """Cancel all attempts, wait for them at most `STOP_DEADLINE_S`, and close the connections to engines."""
         self.takes_no_more = True
         await self._attempts.stop(STOP_DEADLINE_S)
         await self._session.close()
@@ -193,7 +193,7 @@ class LocalWorker(Worker):
             self._kept.clear()
 
     def _ended(self, outcome: RolloutOutcome) -> None:
-        """Remove an attempt from the ending attempts, keep its outcome, and call `deliver`."""
+        """Record that an attempt has ended, keep its outcome, and call `deliver`."""
         self.note_ended(outcome)
         self._kept.append(outcome)
         self.deliver()
@@ -300,7 +300,7 @@ class RemoteWorker(Worker, Session[WriteTensors, TensorsWritten]):
         return [key for key in unknown if key.task_id not in coming]
 
     async def attach(self, socket: web.WebSocketResponse) -> None:
-        """Use a new connection of the worker process. Send all batches again that the worker has not confirmed."""
+        """Use a new connection of the worker process. Send unconfirmed batches to the worker again."""
         self._socket, self.was_cut = socket, False
         for batch in list(self._sent.values()):
             await self.send(batch)
@@ -325,7 +325,7 @@ class RemoteWorker(Worker, Session[WriteTensors, TensorsWritten]):
         self._sender.cancel()
         await asyncio.gather(self._sender, return_exceptions=True)
         self._outbox.clear()
-        # Send the last acknowledgement, because a worker that ends waits for it.
+        # Send the last acknowledgement, because the worker waits for it before it ends.
         if self._acknowledged or self._cancelled or self._released:
             with contextlib.suppress(PeerUnreachable):
                 await self.send(self._next_batch())
@@ -458,7 +458,7 @@ class WorkerPool:
         await asyncio.gather(*self._stopping, return_exceptions=True)
 
     async def wait_for_ends(self, deadline_s: float) -> int:
-        """Wait for cancelled attempts to end; return the number that has not ended within `deadline_s`."""
+        """Wait at most `deadline_s` until all cancelled attempts have ended. Return the number of those that have not."""
         with contextlib.suppress(PeerTimeout):
             await self._ends.until(lambda: not self.num_ending, deadline_s, str)
         return self.num_ending
@@ -479,7 +479,7 @@ class WorkerPool:
         return sum(map(len, held)) + sum(map(len, self._absent.values()))
 
     def add(self, worker: Worker) -> None:
-        """Add a worker, make its workflows known, set the limits of all workers, and call `on_change`."""
+        """Add a worker and its workflows, set the limits of all workers, and call `on_change`."""
         self.workers[worker.hello.name] = worker
         self.workflows.update(worker.hello.workflows)
         worker.has_answered |= isinstance(worker, LocalWorker)
@@ -547,8 +547,8 @@ class WorkerPool:
         """Register the worker that sent a connection's first frame. Return the worker and its welcome.
 
         Raises:
-            ProtocolError: the frame is not a Hello; see also `register`.
-            OwnerClosed: see `register`.
+            ProtocolError: the frame is not a Hello, or `register` refuses the worker.
+            OwnerClosed: the controller is closed.
         """
         if not isinstance(first, WorkerHello):
             raise ProtocolError(
@@ -580,7 +580,7 @@ class WorkerPool:
                 try:
                     self._on_outcomes(outcomes)
                 except RolloutError:
-                    # The worker sends these outcomes again.
+                    # Without an acknowledgement, the worker sends these outcomes again.
                     return
                 self._note_answer(session)
                 for outcome in outcomes:
@@ -670,14 +670,14 @@ class WorkerPool:
 
         Args:
             held: one of the tensors; it names the worker.
-            command: the write.
+            command: keys of the tensors, and the memory of the trainer rank.
 
         Returns:
             Result from the worker. If the connection is lost during the write, the result is an error, and bytes may
             still arrive in the memory of the trainer rank.
 
         Raises:
-            PeerUnreachable: the worker process that held the tensors has ended, and did not get this command.
+            PeerUnreachable: the worker process that held the tensors ended before it received this command.
             PeerTimeout: the worker did not answer in time. Bytes may still arrive in the memory of the trainer rank.
         """
         what = f"worker {held.holder}: write of {len(command.keys)} tensors"

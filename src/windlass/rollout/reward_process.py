@@ -138,7 +138,7 @@ def main(arguments: list[str]) -> int:
     number, path, name, memory_nbytes = arguments
     _end_with_parent()
     connection, file = socket.socket(fileno=int(number)), Path(path)
-    # A program that the function starts must not keep the socket open.
+    # If the function starts a program, the program must not keep the socket open.
     connection.set_inheritable(False)
     try:
         function = import_function(file, name)

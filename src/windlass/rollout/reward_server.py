@@ -103,7 +103,7 @@ class RewardServer:
         """Return for each rollout its reward, or a `RewardError` that says why it has none.
 
         Raises:
-            ConfigError: the metadata of a rollout is not msgpack-plain, or the object is not open.
+            ConfigError: the metadata of a rollout is not msgpack-plain, or the call is outside the `async with` block.
         """
         encoded = [_encoded(rollout) for rollout in rollouts]
         jobs = [
@@ -138,7 +138,7 @@ class RewardServer:
         """Return the rewards of one batch. If the request fails, return the same `RewardError` for every rollout.
 
         Raises:
-            ConfigError: the object is not open.
+            ConfigError: the call is outside the `async with` block.
         """
         if self._http is None:
             raise ConfigError("rewards: call score in an `async with` block of the RewardServer")

@@ -222,7 +222,7 @@ class RewardProcess:
         Raises:
             RewardError: the process ended, or sent no valid frame within `deadline_s`.
         """
-        # Also wait for the end of the process: a program that the function started may keep the socket open longer.
+        # Also wait until the process ends: the function may have started a program that keeps the socket open longer.
         ended = asyncio.create_task(self._process.wait())
         frame = asyncio.create_task(self._frame())
         try:
@@ -277,7 +277,7 @@ class RewardProcess:
             os.killpg(self._process.pid, signal.SIGKILL)
 
     async def end(self) -> None:
-        """Kill the process as `kill` does, and wait until the kernel has ended it, at most `KILLED_S`."""
+        """Kill the process and the programs that it started. Wait at most `KILLED_S` until the process has ended."""
         self.kill()
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(KILLED_S):
@@ -285,7 +285,7 @@ class RewardProcess:
 
 
 def _check_ready(frame: Ready | Scored | Raised) -> None:
-    """Raise `ConfigError` unless this first frame of a process says that its function is imported."""
+    """Raise `ConfigError` if the first frame of a process is not `Ready`, or reports an error."""
     if not isinstance(frame, Ready) or frame.error:
         raise ConfigError(
             frame.error
@@ -401,8 +401,8 @@ class RewardPool:
     async def _score_in_process(self, rollout: Rollout) -> float:
         """Score a rollout in an idle process, or in a new one if no process is idle.
 
-        If a process that has scored other rollouts exceeds the memory limit, end this process and try the rollout in
-        another process, because earlier calls may have left memory behind.
+        If a process exceeds the memory limit and has scored other rollouts before, end it and try the rollout in another
+        process, because earlier calls of the function may not have freed all memory.
 
         Raises:
             RewardError: the rollout could not be scored, or a new process exceeded the memory limit.
@@ -434,14 +434,14 @@ class RewardPool:
                     self._end(process)
 
     def _end(self, process: RewardProcess) -> None:
-        """Kill a process at once, and wait for its end in the background."""
+        """Kill a process at once. Wait in the background until it has ended."""
         process.kill()
         ending = asyncio.create_task(process.end(), name="end of a reward process")
         self._ends.add(ending)
         ending.add_done_callback(self._ends.discard)
 
     async def _start(self) -> RewardProcess:
-        """Return a new process, because no process is idle; raise `RewardError` if it does not start."""
+        """Start a process and return it; raise `RewardError` if it does not start."""
         try:
             started = await RewardProcess.start(self._config)
         except (ConfigError, OSError) as error:

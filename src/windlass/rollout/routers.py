@@ -225,7 +225,7 @@ class RouterUpdates:
     async def _tell(self, http: aiohttp.ClientSession, config: RouterConfig) -> bool:
         """Notify one router of the current fleet, in up to `num_tries` tries; return whether the router is up to date.
 
-        During a round, return False without a try: the end of the round starts a new notification.
+        During a round, return False and send nothing: a new notification starts when the round ends.
         """
         reason = ""
         for num_tries in range(1, config.num_tries + 1):

@@ -82,9 +82,9 @@ class StalenessPolicy:
     ) -> None:
         """Continue with the counts of an earlier process. The policy must not have been used before.
 
-        Delivered groups that the trainer did not acknowledge count as accepted and not consumed, because the
-        controller delivers these groups again. More samples may then wait than the bound allows; `capacity`
-        stays 0 until the trainer has consumed enough of them.
+        If the trainer did not acknowledge a delivered group, the group counts as accepted but not as consumed, because
+        the controller delivers it again. More samples may then wait than the bound allows; `capacity` stays 0 until the
+        trainer has consumed enough of them.
 
         Raises:
             RolloutError: a count is negative, `consumed` exceeds `accepted`, or the policy has counted samples.
@@ -120,7 +120,7 @@ class StalenessPolicy:
         )
 
     def throws_away(self, versions: Sequence[int]) -> bool:
-        """Return whether a sample with these token versions is too old and `on_stale` discards it."""
+        """Return True if a sample with these token versions is too old, and `on_stale` requires that it is discarded."""
         if self.on_stale is OnStale.TRAIN or not versions:
             return False
         return self.version - min(versions) > self.max_staleness
@@ -188,7 +188,7 @@ class StalenessPolicy:
         self.consumed += num_samples
 
     def deliver_again(self, num_samples: int) -> None:
-        """Count delivered samples as waiting for delivery again.
+        """Count delivered samples as waiting for another delivery.
 
         More samples may then wait than the bound allows; `capacity` stays 0 until the trainer has consumed enough of them.
 

@@ -43,7 +43,7 @@ class Deadlines:
         self._timer: asyncio.TimerHandle | None = None
 
     def start(self, record: Record) -> float:
-        """Start a record's deadline; return its end, in seconds of the event loop's clock."""
+        """Start a record's deadline; return when it passes, in seconds of the event loop's clock."""
         loop = asyncio.get_running_loop()
         ends = self._ends[record] = loop.time() + self._length_s
         if self._timer is None:
@@ -128,7 +128,7 @@ class GroupSize(msgspec.Struct, frozen=True):
         """Return the size of a group of `n` wanted samples; `min_samples` is `n` by default.
 
         Raises:
-            ConfigError: a number is not an integer, or out of its range.
+            ConfigError: an argument is not an integer, or is out of range.
         """
         if not is_count(n):
             raise ConfigError(f"rollout: n must be an integer >= 1, got {n!r}")
@@ -170,8 +170,8 @@ class Group(msgspec.Struct, eq=False):
     ) -> Group:
         """Create a group with a record for each id; call this in the event loop.
 
-        `give_up` is called with the id of one of the records when the group's future is cancelled. Without `size`, the
-        group needs all its records.
+        When the group's future is cancelled, it calls `give_up` with the first of `task_ids`. Without `size`, the group
+        needs all its records.
         """
         future = GroupFuture(task_ids[0], give_up)
         group = cls(group_id, future, size or GroupSize.of(len(task_ids)))

@@ -182,7 +182,7 @@ class SampleTensor(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
 def _copied(array: Any) -> Any:
     """Return a copy of an array's elements in C order, as bytes or a memoryview that cannot be changed.
 
-    A large copy has its own memory mapping. Later copies use the mapping again after this copy is freed.
+    A large copy has its own memory mapping. After this copy is freed, later copies use its mapping.
     """
     if array.nbytes < MAPPED_NBYTES:
         return array.tobytes()
@@ -250,7 +250,7 @@ def _made(
 
 
 def _dtype_of(name: str) -> DType:
-    """Return the element type with a name; raise `ConfigError` if there is none."""
+    """Return the element type called `name`; raise `ConfigError` if there is no such type."""
     try:
         return DType(name)
     except ValueError:

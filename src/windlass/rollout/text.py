@@ -131,7 +131,7 @@ class TextCodec(Protocol):
         ...
 
     def template_text(self, chat: Chat, *, add_generation_prompt: bool) -> str:
-        """Return the text that the chat template makes of a conversation.
+        """Return a conversation as text in the format of the chat template.
 
         With `add_generation_prompt`, the text ends with the beginning of an answer.
 
@@ -231,7 +231,7 @@ class TextPrompts:
         """Return the token ids of an encoded prompt, see `encode_prompt`; raise ConfigError if there are none."""
 
     def _token_ids(self, encoded: bytes) -> tuple[int, ...]:
-        """Compute the token ids for `token_ids`, which caches them."""
+        """Compute token ids; the method `token_ids` caches the result."""
         prompt = _DECODER.decode(encoded)
         if isinstance(prompt, Chat):
             found = self.render(prompt)
@@ -253,7 +253,7 @@ def _plain(chat: Chat) -> Chat:
 
 
 def _plain_message(message: Message) -> Message:
-    """Return a copy of a message: text parts joined by line ends, and arguments of tool calls as mappings."""
+    """Return a copy of a message. Join its text parts with newlines, and decode the arguments of its tool calls."""
     content: Any = message.get("content")
     plain = dict(message)
     if isinstance(content, list):

@@ -144,7 +144,7 @@ def _begins_with(tokens: tuple[int, ...], first: tuple[int, ...]) -> bool:
 
 
 def _num_shared(one: tuple[int, ...], other: tuple[int, ...]) -> int:
-    """Return the length of the longest common prefix, by bisection: comparisons of slices are fast."""
+    """Return the length of the longest common prefix. Use bisection, because Python compares slices fast."""
     low, high = 0, min(len(one), len(other))
     while low < high:
         middle = (low + high + 1) // 2

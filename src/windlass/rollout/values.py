@@ -75,7 +75,7 @@ def plain_numbers(what: str, values: object) -> tuple[float, ...]:
     """Return a sequence, array or tensor as finite Python numbers.
 
     Raises:
-        ConfigError: a value is not a number, or not finite; the message begins with `what`.
+        ConfigError: a value is not a finite number; the message begins with `what`.
     """
     if type(values) is tuple and set(map(type, values)) <= {float} and all(map(_isfinite, values)):
         return values
@@ -87,7 +87,7 @@ def plain_integers(what: str, values: object) -> tuple[int, ...]:
     """Return a sequence, array or tensor of integers as Python integers.
 
     Raises:
-        ConfigError: a value is not an integer, or needs more than 63 bits; the text begins with `what`.
+        ConfigError: a value is not an integer of at most 63 bits; the message begins with `what`.
     """
     if type(values) is tuple and set(map(type, values)) <= {int}:
         found: tuple[int, ...] = values
@@ -142,7 +142,7 @@ def plain_value(value: object) -> object:
     """Return a NumPy or torch value as a Python value.
 
     Raises:
-        TypeError: the value is something else.
+        TypeError: the value is of another type.
     """
     if isinstance(value, ArrayLike):
         return value.tolist()
@@ -159,13 +159,13 @@ def encode_value(
     """Encode a msgpack-plain value; arrays and tensors become lists, and NumPy or torch scalars become numbers.
 
     Args:
-        what: beginning of the error's text.
+        what: beginning of the error message.
         value: value to encode.
-        plain: function that replaces a value that msgspec cannot encode, or raises TypeError.
+        plain: function that converts values that msgspec cannot encode. It raises TypeError for other values.
         max_nbytes: largest size of the encoded value.
 
     Raises:
-        ConfigError: the value is not msgpack-plain, or larger than `max_nbytes`.
+        ConfigError: the value is not msgpack-plain, or `check_value` refuses the encoded value.
     """
     try:
         encoded = msgspec.msgpack.encode(value, enc_hook=plain)
@@ -198,7 +198,8 @@ def check_value(what: str, value: bytes, max_nbytes: int = MAX_VALUE_NBYTES) -> 
     A value of more than `SMALL_VALUE_NBYTES` bytes may contain at most `MAX_VALUE_ITEMS` items.
 
     Raises:
-        ProtocolError: `value` is not msgpack, or too large; the text begins with `what`.
+        ProtocolError: `value` is not msgpack, has more than `max_nbytes` bytes, or contains too many items. The error
+            message begins with `what`.
     """
     if len(value) > max_nbytes:
         raise ProtocolError(f"{what} must have at most {max_nbytes} bytes, got {len(value)}")

@@ -237,7 +237,7 @@ class RolloutWorker(Client[WriteTensors, TensorsWritten, WorkerWelcome | TaskBat
         return TensorsWritten(error=f"{self._settings.name}: {type(error).__name__}: {error}")
 
     def on_frame(self, frame: WorkerWelcome | TaskBatch) -> None:
-        """Take the tasks of a batch, or handle a welcome.
+        """Handle a task batch or a welcome.
 
         If the welcome comes from a new controller, cancel all attempts that the old controller had assigned.
         """
@@ -375,7 +375,7 @@ class RolloutWorker(Client[WriteTensors, TensorsWritten, WorkerWelcome | TaskBat
     # --- the process ---------------------------------------------------------------------------
 
     async def listen_for_agents(self) -> None:
-        """Start the endpoint for agents if it has a fixed port: agents may connect before the first rollout begins.
+        """Start the endpoint for agents if it has a fixed port, because agents may connect before the first rollout begins.
 
         Raises:
             ConfigError: there is no tokenizer, or the address cannot be bound.

@@ -188,7 +188,7 @@ class WorkflowContext:
     def render(
         self, messages: Sequence[Message] | Chat, *, tools: Sequence[Mapping[str, object]] = ()
     ) -> tuple[int, ...]:
-        """Return the token ids of messages in the model's chat template, with the beginning of an answer.
+        """Return the token ids of messages in the model's chat template, up to the place where the answer begins.
 
         Raises:
             ConfigError: the messages are invalid, the chat template refuses them, or the worker has no tokenizer.
@@ -206,7 +206,7 @@ class WorkflowContext:
 
         If the messages begin with the messages of an earlier call and its answer, the prompt begins with the tokens of
         that call. The call reuses these tokens instead of tokenising their text again, and both calls belong to one
-        sample. Otherwise this call begins a branch, unless it is the first call. It also begins a branch if the chat
+        sample. Otherwise the call begins a branch (the first call never does). A call also begins a branch if the chat
         template now renders the earlier answer differently. `chat_endpoint` has the same rule, see `Conversations`.
 
         Args:
@@ -356,10 +356,10 @@ class Attempts:
             self.running[key].cancel()
 
     async def stop(self, deadline_s: float) -> None:
-        """Cancel all running attempts, and wait at most `deadline_s` for their ends.
+        """Cancel all running attempts, and wait at most `deadline_s` until they have ended.
 
-        The outcome of each attempt is an error, so the controller tries the rollout at another worker. Attempts
-        that have not ended after `deadline_s` are logged; the end of this process stops them.
+        The outcome of each attempt is an error, so the controller tries the rollout at another worker. If an attempt has
+        not ended after `deadline_s`, log its name; it stops when this process exits.
         """
         for key in self.running:
             self._cancel(key, _Cause.SHUTDOWN)
@@ -374,7 +374,7 @@ class Attempts:
         await self._chat.close()
 
     async def _run(self, task: RolloutTask) -> AttemptResult:
-        """Run one attempt to its end.
+        """Run one attempt and return its result.
 
         Raises:
             AttemptError: the engine failed, the deadline passed, or this worker does not know the workflow.

@@ -83,7 +83,7 @@ class FaultyTransport(WrappedTransport):
             return self._num_writes
 
     def write(self, batch: WriteBatch, *, deadline_s: float) -> None:
-        """Write like `inner`, but inject the fault that `faults` lists for the number of this write.
+        """Count the writes from 0. If `faults` contains a fault for this number, inject it; otherwise write like `inner`.
 
         If the fault is for another endpoint, write without a fault. No later write gets this fault.
         """

@@ -156,7 +156,7 @@ class PeerProcess(Closing):
         self._process.send_signal(signal.SIGCONT)
 
     def kill(self) -> None:
-        """Send SIGKILL to the child, and wait for its end. Idempotent."""
+        """Send SIGKILL to the child, and wait until it has ended. Idempotent."""
         self._process.kill()
         self._process.wait(ANSWER_S)
         for pipe in (self._input, self._output):
@@ -180,7 +180,7 @@ class PeerProcess(Closing):
         return self._answer()
 
     def _answer(self) -> _Answer:
-        # A read from a pipe has no deadline: after `ANSWER_S`, kill the child, which ends the read.
+        # A read from a pipe has no deadline. So kill the child after `ANSWER_S`; the read then returns.
         timer = threading.Timer(ANSWER_S, self._process.kill)
         timer.start()
         try:
@@ -197,7 +197,7 @@ class PeerProcess(Closing):
 
 
 def _watch(arena: Arena, offset: int, number: int) -> None:
-    """Poll a byte of the arena until it differs from its value at the call. Then send the signal `number` to this process."""
+    """Poll a byte of the arena until it changes. Then send the signal `number` to this process."""
     before = arena.bytes[offset]
     pause = threading.Event()
     while arena.bytes[offset] == before:

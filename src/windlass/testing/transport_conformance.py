@@ -342,7 +342,7 @@ class TransportConformance:
     ) -> None:
         with pytest.raises(RegionError, match="overlap"):
             rig.transport.register(rig.arena.address + start, nbytes)
-        rig.write(rig.batch([0], [0], [16]))  # the first registration still holds
+        rig.write(rig.batch([0], [0], [16]))  # the first registration is still valid
 
     @pytest.mark.parametrize(("address", "nbytes"), [(4096, 0), (4096, -1), (0, 16)])
     def test_a_registration_of_nothing_is_refused(

@@ -146,13 +146,13 @@ class RolloutCallback(Closing):
         self._ended.set()
         self._call(PauseCall(session_s, self._stage, self._num_stages, LEASE_S), deadline_s)
         self._ended = ended = threading.Event()
-        # A daemon thread: a process that ends without `close` must not wait for the thread.
+        # Use a daemon thread, so that the process can end without a call of `close`.
         threading.Thread(
             target=self._report, args=(ended,), name="windlass-alive", daemon=True
         ).start()
 
     def continue_generation(self, version: int, *, deadline_s: float | None = None) -> None:
-        """End the update, and stop the thread in which `pause_generation` reports to the controller.
+        """End the update, and stop the thread that `pause_generation` started.
 
         Return when all leaders have called this method and the engines serve the version.
 
@@ -255,7 +255,7 @@ class RolloutCallback(Closing):
         _refuse_release("onload")
 
     def close(self) -> None:
-        """Stop all threads without waiting. A call that waits for the controller ends at its deadline. Idempotent."""
+        """Stop all threads without waiting. Calls in progress may wait for the controller until their deadlines. Idempotent."""
         self._closed.set()
         self._ended.set()
         self._pool.shutdown(wait=False, cancel_futures=True)

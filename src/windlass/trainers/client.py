@@ -243,7 +243,8 @@ class TrainerClient(Closing):
             )
         self._agent.held.hold(version)
         try:
-            # Call this collective before any check that can raise, or the other ranks would wait in the collective.
+            # Call this collective before any check that can raise. If a check raised first on this rank, the other ranks
+            # would wait in the collective.
             self.make_whole()
             self._agent.held.watch()
             if self._channel.ended.done():

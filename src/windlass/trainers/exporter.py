@@ -1,9 +1,9 @@
 """Capture which checkpoint elements the parameters of a trainer become when its framework exports the model.
 
-`captured_export` runs the framework's own exporter on numbers in place of weights, as `engines/capture` runs an engine's
-own loader. Every element of every parameter on every rank has a number. The exporter runs once per digit of these
-numbers, and each rank finds in the exported tensors the elements that come from its own parameters. A last run on random
-values proves every element of every exported tensor.
+`captured_export` gives a number to every element of every parameter on every rank. It then runs the framework's own
+exporter once per digit of these numbers, while the parameters contain this digit instead of weights. Each rank finds in
+the exported tensors the elements that come from its own parameters. A last run on random values checks every element of
+every exported tensor. `engines/capture` runs an engine's own loader in the same way.
 
 The weights do not change: each parameter gets other memory for the length of a run, and then its own memory again.
 """
@@ -62,9 +62,8 @@ def captured_export(
 
     The exporter may gather, split, join, permute, transpose, repeat and cast elements, and may leave out padding. The
     call needs memory for a second copy of `tensors`, 8 bytes for each row of the exported tensors, and the memory that
-    the exporter itself needs. The number of runs of the exporter grows with the number of elements of all ranks together:
-    one run for every 7 bits of this number (4 bits with float8), and one additional run. These are 6 runs for up to 34
-    billion elements, and 7 runs for up to 4 trillion.
+    the exporter itself needs. The exporter runs once for every 7 bits (4 bits with float8) of the number of elements on
+    all ranks, and once more. These are 6 runs for up to 34 billion elements, and 7 runs for up to 4 trillion.
 
     Args:
         tensors: contiguous parameters and buffers of this rank by name. The result has an entry for each tensor that
@@ -267,8 +266,8 @@ def _attempt(
 ) -> tuple[dict[str, list[PlacedShard]], frozenset[_Key]]:
     """Run the exporter several times, and find the elements of this rank's tensors in its output.
 
-    In each run but the last, the tensors contain one digit of the element numbers. In the last run, they contain random
-    values.
+    In each run but the last, each element of the tensors contains one digit of its number in `codes`. In the last run,
+    the elements contain random values.
 
     Args:
         tensors: see `captured_export`.

@@ -113,10 +113,10 @@ def step_stream(memory_at: int) -> Callable[[], int] | None:
 
 
 def shared_job() -> str:
-    """Return a random identity of the trainer job that all ranks of the default process group share.
+    """Return a random identity for the trainer job. All ranks of the default process group get the same identity.
 
     The first rank that calls this writes the identity into the store of `torch.distributed`; the other ranks read it. So
-    the call is not collective. Without a process group, return an empty text.
+    the call is not collective. Without a process group, return an empty string.
 
     Raises:
         ConfigError: the store cannot be reached.
@@ -222,7 +222,7 @@ def connect_trainer(
     """Connect this rank of a PyTorch trainer (FSDP2, tensor parallel, both, or neither).
 
     Every trainer rank must call this. Without `exporter`, the call is not collective and gathers no weights. Rank and world
-    size come from `torch.distributed` if it is initialised. WINDLASS_JOB identifies this start of the trainer ranks. If the
+    size come from `torch.distributed` if it is initialised. WINDLASS_JOB identifies this launch of the trainer ranks. If the
     variable is not set, the ranks share a random identity through the store of `torch.distributed`.
 
     Args:
@@ -238,9 +238,9 @@ def connect_trainer(
         stacked: rules for parameters that contain the tensors of several experts; `TRANSFORMERS_EXPERTS` if omitted.
             If both `name_map` and `stacked` are omitted, tensors of a transformers model get the names and shapes that
             `save_pretrained` gives them.
-        exporter: function that takes `[module]`, and yields the names and whole tensors of a checkpoint on every rank. To
-            find the names and places of all checkpoint tensors, Windlass runs the exporter a few times on numbers in
-            place of weights.
+        exporter: function that takes `[module]`, and yields the names and whole tensors of a checkpoint on every rank.
+            To find out which elements the exporter copies to which checkpoint tensor, Windlass runs it a few times
+            while the parameters contain element numbers instead of weights.
         replica: memory for a copy of the weights, or OFF for no copy; see `ReplicaPlace`. The copy is as large as the
             weights. `publish(copy=True)` needs it.
         allow_unused: patterns (`fnmatch`) of trained tensors that engines need not have, such as a value head, or a

@@ -78,8 +78,9 @@ def connect_megatron_trainer(
         token: secret of the controller.
         family: `model_type` in the checkpoint's config.json, or a naming table. With `exporter`, the table is used only
             if the exporter computes values or leaves out a parameter.
-        exporter: the framework's own exporter, such as `bridge.export_weights` of mbridge. To find the names and places
-            of all checkpoint tensors, Windlass runs the exporter a few times on numbers in place of weights.
+        exporter: the framework's own exporter, such as `bridge.export_weights` of mbridge. To find out which elements the
+            exporter copies to which checkpoint tensor, Windlass runs it a few times while the parameters contain element
+            numbers instead of weights.
         transport: name or configuration; see `connect_trainer`.
         arena_nbytes: see `connect_trainer`.
         use_main_params: True to publish the optimizer's fp32 copies, False to publish the bf16 parameters.
@@ -87,7 +88,7 @@ def connect_megatron_trainer(
             (of the same shape and dtype). Pass it if the model has no memory during `publish`, such as with
             torch_memory_saver. With `copy_of`, `publish` does not call `make_whole`, so the copies must be made after the
             parameters were gathered.
-        ignore: prefixes of the names of parameters to leave out, for example `mtp.`.
+        ignore: name prefixes of parameters to leave out, for example `mtp.`.
         group: name of the trainer job.
         replica: see `connect_trainer`.
         allow_unused: see `connect_trainer`.

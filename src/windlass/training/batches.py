@@ -32,8 +32,8 @@ def with_advantages(
 ) -> list[TrainingSample]:
     """Return the samples with the tensor `ADVANTAGES`. Samples that already have this tensor are returned unchanged.
 
-    The samples of one rollout (equal `task_id`) count as one sample of their group, with the mean of their rewards, and
-    get the same advantage. So a conversation with many branches has the weight of one answer.
+    The samples of one rollout (equal `task_id`) count as one sample of their group. The reward of this sample is their
+    mean reward, and they all get its advantage. So a conversation with many branches has the weight of one answer.
 
     Args:
         samples: samples of complete groups.
@@ -82,7 +82,7 @@ def _of_groups(rewards: torch.Tensor, groups: torch.Tensor, kind: Advantage) -> 
 def _over_tokens(
     samples: Sequence[TrainingSample], rewards: Sequence[float], total: SumOverRanks | None
 ) -> list[list[float]]:
-    """Return the advantages of REINFORCE++ for each output token, with each sample's reward at its last trained token."""
+    """Return the advantages of REINFORCE++ for each output token. The last trained token gets the sample's reward."""
     lengths = [len(sample.output_ids) for sample in samples]
     mask = torch.zeros(len(samples), max(lengths, default=0), dtype=torch.float64)
     token_rewards = torch.zeros_like(mask)
@@ -140,7 +140,7 @@ def token_batch(
             flash attention does.
 
     Raises:
-        ConfigError: a sample has no prompt, no advantages, or advantages that are not one number per output token.
+        ConfigError: a sample has no prompt, or does not have exactly one advantage per output token.
     """
     columns: dict[str, list[torch.Tensor]] = defaultdict(list)
     for number, sample in enumerate(samples):

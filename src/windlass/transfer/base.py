@@ -71,7 +71,7 @@ class SenderBackend(Protocol):
     def prepare(self, version: int) -> None:
         """Do the work that is possible while engines still generate, such as packing.
 
-        The trainer keeps the weights unchanged from this call to the end of the round.
+        The trainer keeps the weights unchanged from this call until the round ends.
         """
         ...
 
@@ -172,8 +172,8 @@ def is_unknown(error: BaseException) -> bool:
 def submit(pool: Executor, job: Callable[[*Arguments], T], /, *args: *Arguments) -> Future[T]:
     """Submit a job as `Executor.submit` does. If this fails, return a future with the error instead of raising it.
 
-    The caller can then still wait for the jobs that it submitted before. The error is TransferOutcomeUnknown, because
-    an executor that cannot start a thread has queued the job already and may still run it.
+    The caller can then still wait for the jobs that it submitted before. The error is TransferOutcomeUnknown: an executor
+    queues a job before it starts a thread, so it may still run the job.
     """
     try:
         return pool.submit(job, *args)

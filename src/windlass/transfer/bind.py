@@ -64,7 +64,7 @@ def bind_peers(
         check: function that refuses a binding by raising PlanError or RegionError.
 
     Raises:
-        PlanError: a destination has no binding. The links after this link were not checked.
+        PlanError: a destination has no binding. Later links were not checked.
         BindingsRefused: `check` refused some bindings. All bindings were checked, and the error has each reason.
     """
     known = {binding.worker: binding for binding in bindings}
@@ -233,7 +233,7 @@ class SentLinks:
         bindings: Sequence[DestinationBinding],
         gone: Collection[str],
     ) -> tuple[SentLinks, NewLinks]:
-        """Return a copy of these links without the links to `gone`, and with the links of `plan`.
+        """Return a copy of these links that leaves out the links to `gone` and adds the links of `plan`.
 
         Args:
             manifest: manifest of this rank.
@@ -254,7 +254,7 @@ class SentLinks:
             added = {program.peer: program for program in bind_links(plan, sending=True)}
         known = bind_peers(added.values(), bindings, self._check)
         kept = {n: p for n, p in self.programs.items() if n not in gone and n not in added}
-        # A link that is bound again keeps its position, so that the other links keep their places in the arena.
+        # If a link is bound again, it keeps its position, so that the other links keep their places in the arena.
         programs = {n: p for n, p in self.programs.items() if n in kept or n in added} | added
         near = {name for name, binding in known.items() if self._is_stored(binding)}
         peers = {name: peer for name, peer in self.peers.items() if name in kept}

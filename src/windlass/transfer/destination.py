@@ -154,11 +154,11 @@ class Destination:
         return tuple(b.region for b in (shadow, self._staging) if isinstance(b, Arena))
 
     def bind(self, plan: TransferPlan, *, shadow: bool, staged: bool) -> None:
-        """Replace all links by those of a plan part (`TransferPlan.parts`). After any error but PlanError, no link is bound.
+        """Replace all links by the links of a plan part (`TransferPlan.parts`).
 
-        Allocate the shadow copy and the staging memory that the links need, or use those of an earlier call again if they
-        are large enough. Prepare the digests for `verify` and the copies for `apply`. Wait for running kernels first, at
-        most `OWN_WORK_S`.
+        Allocate the shadow copy and the staging memory that the links need. If an earlier call has allocated enough, use
+        this memory again. Prepare the digests for `verify` and the copies for `apply`. Wait for running kernels first, at
+        most `OWN_WORK_S`. After an error other than PlanError, call `bind` again before `verify` or `apply`.
 
         Args:
             plan: the plan part.

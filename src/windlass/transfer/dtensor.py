@@ -257,9 +257,9 @@ def held_tensors(
         name_map: see `NameMap`; None keeps all names. The function gets names without the parts that `torch.compile`,
             activation checkpointing, FSDP1 and `DistributedDataParallel` insert.
         role: with a role, the tensors are checked, and FSDP2 modules are resharded (locally, without communication).
-            TRAINER also leaves out buffers that cannot be sent (complex, sparse, without memory). Few engines need such
-            a buffer, and an engine that needs it reports it as missing. None is for tensors that were described before:
-            no tensor is checked and no module is changed, so another thread may run a forward pass at the same time.
+            TRAINER also leaves out buffers that cannot be sent (complex, sparse, without memory). If an engine needs such
+            a buffer, it reports the buffer as missing. None is for tensors that were described before. This function
+            then only reads the modules, so another thread may run a forward pass at the same time.
 
     Raises:
         ConfigError: `module` is not a module, or `name_map` returned something other than a name or None.
@@ -305,7 +305,7 @@ def _named_shards(module: torch.nn.Module, *, reshards: bool) -> list[tuple[str,
 
     Args:
         module: the module.
-        reshards: True to reshard FSDP2 modules. False to find the shards without a change of the modules.
+        reshards: True to reshard FSDP2 modules. False to find the shards without changing the modules.
 
     Raises:
         PlanError: with `reshards`, if a gathered copy was changed in place.
@@ -448,7 +448,7 @@ def describe_module(
 ) -> ShardManifest:
     """Return the manifest of a module's parameters and persistent buffers on this rank. Not collective.
 
-    A tensor with several names (tied weights) is described under its first name, and the other names become aliases.
+    A tensor with several names (tied weights) is described under the first of them, and the other names become aliases.
     Without `stacked`, a transformers model is described in the form that transformers saves: with other names, and with
     the single tensors in place of fused ones (`saved_parts`). `name_map` is applied before this conversion. With
     `name_map`, a tensor is converted only if its mapped name exists in the transformers model. So `name_map` may remove the
@@ -562,7 +562,7 @@ def parameter_addresses(
 def own_tensors(
     module: torch.nn.Module, name_map: NameMap | None = None, *, role: Role | None = None
 ) -> list[HeldTensor]:
-    """Return each tensor of `module` once, under its first name, in the order of the manifest's parameters.
+    """Return each tensor of `module` once, under the first of its names, in the order of the manifest's parameters.
 
     Arguments and errors are those of `held_tensors`, which has an entry for every name.
     """
@@ -733,8 +733,8 @@ class LiveTensors:
         """Return the name of the first tensor that has changed since the last `locate` or `watch`, or an empty text.
 
         A tensor has changed if it has moved or if torch has counted a write to it. torch counts only writes of its
-        operators: not writes through `Tensor.data`, by numpy, or by kernels of other libraries. Of the uncounted writes,
-        this method detects only merging and unmerging of PEFT adapters.
+        operators. It does not count writes through `Tensor.data`, numpy or other libraries. Of the
+        uncounted writes, this method detects only merging and unmerging of PEFT adapters.
         """
         with self._lock:
             if not self._watched.tensors:
@@ -850,7 +850,7 @@ def _memory_of(local: torch.Tensor | None, nbytes: int) -> ParameterMemory:
 
 
 def _num_writes(tensor: torch.Tensor) -> int:
-    """Return how many in-place changes of a tensor torch has counted.
+    """Return the number of in-place changes that torch has counted for a tensor.
 
     torch counts optimizer steps in the version of a DTensor, and other writes in the version of its local tensor.
     """

@@ -55,7 +55,7 @@ class FiniteCheck:
     def bind(self, read: Collection[int]) -> None:
         """Set the parameters to check. `read` contains their indices in the manifest."""
         pieces = [piece for index in sorted(read) for piece in self._pieces_of(index)]
-        # Sort by offset first. `find` then checks the start of every parameter before the rest of a large one.
+        # Sort by offset first. `find` then checks the first bytes of every parameter before later bytes of any parameter.
         self._pieces = sorted(
             pieces, key=lambda piece: (piece.offset // SAMPLE_NBYTES, piece.parameter)
         )
@@ -74,7 +74,7 @@ class FiniteCheck:
 
         Raises:
             PlanError: see `LocatedParameters`.
-            TransferFailed: work that this process has queued on a GPU did not end within `OWN_WORK_S`.
+            TransferFailed: a GPU did not finish the queued work of this process within `OWN_WORK_S`.
         """
         if not self._pieces:
             return ()

@@ -215,7 +215,7 @@ class Packer:
         return (*self._direct(program, peer), *itertools.chain.from_iterable(packed))
 
     def ring(self, program: LinkProgram, peer: Peer) -> Iterator[WriteBatch]:
-        """Yield the writes of a link, and pack its payload in turns into the two halves of the arena.
+        """Yield the writes of a link, and pack its payload alternately into the two halves of the arena.
 
         A request for the next batch may pack bytes into the half of the arena that older batches used. So when the caller
         requests a batch, the writes of the newest batch may still run, but the writes of all older batches must have ended.

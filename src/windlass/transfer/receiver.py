@@ -44,7 +44,7 @@ class RemoteMemory(Protocol):
     def addresses(self) -> tuple[int, ...]: ...
 
     def fetch(self) -> None:
-        """Read all live parameters from the other process into the copies in this process, and wait for the end.
+        """Read all live parameters from the other process into the copies in this process. Return when the copies are complete.
 
         Raises:
             TransferError: the copies are incomplete.
@@ -117,7 +117,7 @@ class Receiver:
 
         Raises:
             PlanError, RegionError, TransferFailed, TransferOutcomeUnknown: see `Destination.bind`.
-            PlanError: the live parameters are in another process, and the plan needs further memory in that process.
+            PlanError: the live parameters are in another process, and the plan needs more memory in that process.
         """
         with self._lock:
             if self.remote is not None:
@@ -197,7 +197,9 @@ class Receiver:
             return wrong
 
     def apply(self) -> None:
-        """Copy the received bytes to the live parameters, unless they are there already. Call this during a pause.
+        """Copy the received bytes to the live parameters, unless they are there already.
+
+        Call this while the engine is paused.
 
         Raises:
             TransferOutcomeUnknown: see `Destination.apply`.

@@ -155,8 +155,8 @@ def _met_by(span: Span, ordered: Sequence[Span]) -> Sequence[Span]:
 def _serves(registered: Span, around: Span | None, wanted: Span) -> bool:
     """Return whether the existing registration makes a new registration of `wanted` unnecessary.
 
-    This is true if the two ranges are equal. It is also true if `registered` contains `wanted`, and the allocation
-    `around` of `wanted` contains `registered`, because an allocation is freed as a whole.
+    It does if both ranges are equal. It also does if `registered` contains `wanted` and both are in one allocation
+    (`around`), because an allocation is freed as a whole.
     """
     within = around is not None and _holds(around, registered)
     return registered == wanted or (within and _holds(registered, wanted))
