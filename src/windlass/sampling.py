@@ -45,7 +45,7 @@ class SamplingParams(msgspec.Struct, frozen=True, gc=False, kw_only=True, omit_d
         repetition_penalty: > 0. A value above 1 makes tokens of the prompt and of the answer less probable.
         frequency_penalty, presence_penalty: in [-2, 2]. Subtracted from the logit of a token: the first one for each time
             that the answer contains the token, the second one once. If an update aborts the answer, the answer is
-            generated again from the prompt, because engines count the tokens of one request.
+            generated again from the prompt, because an engine counts only the tokens that it generated in one request.
         logit_bias: token id -> number in [-100, 100] that is added to the token's logit.
         sampling_seed: seed of the answer, in [0, 2**31); None for a random one. In a group, sample i has this seed plus i.
             SGLang needs `--enable-deterministic-inference`.

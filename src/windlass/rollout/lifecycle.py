@@ -94,7 +94,7 @@ class Lifecycle:
         first_attempt: number below all attempt numbers of this process, and above those of earlier processes.
         journal: journal of the transitions that a later process needs.
         table: records of all rollouts, by state.
-        newest_failure: reason of the newest failure or rejection; empty before the first.
+        newest_failure: reason of the newest failure or rejection; empty if there was none.
         failed_alike: number of rollouts that failed since the last accepted answer because an engine refused
             the request or because the workflow kept raising the same exception.
         ready: set when a group can be delivered, or when the controller closes.

@@ -52,7 +52,7 @@ MAX_UNSAID = 4
 the report earlier. The controller waits for a report after twice this number of batches, so that a WebSocket ping
 does not wait behind more batches."""
 SMALL_FRAME_NBYTES = 256 << 10
-"""Total size of a batch's outcomes up to which they are decoded in the event loop and not in a thread."""
+"""Largest total size of a batch's outcomes that is decoded in the event loop instead of in a thread."""
 
 TokenIds = Annotated[tuple[int, ...], msgspec.Meta(max_length=MAX_TOKENS)]
 Logprobs = Annotated[tuple[float, ...], msgspec.Meta(max_length=MAX_TOKENS)]
@@ -146,8 +146,8 @@ class Turn(msgspec.Struct, frozen=True, gc=False):
 class TurnIncrement(msgspec.Struct, frozen=True, gc=False, omit_defaults=True):
     """A `Turn` without the tokens that its prompt shares with an earlier turn; see `trajectories.increments`.
 
-    Without this, the size of a conversation's outcome grows with the square of its turns. A journal that was written before
-    Windlass had this type contains whole turns, which are increments without shared tokens.
+    Without this, the size of a conversation's outcome grows with the square of the number of turns. A journal that was
+    written before Windlass had this type contains whole turns. They are increments without shared tokens.
 
     Attributes:
         prompt_ids: tokens of the prompt after the shared ones.
@@ -220,7 +220,7 @@ class RolloutTask(msgspec.Struct, frozen=True, gc=False, kw_only=True, omit_defa
 
 
 class RolloutOutcome(msgspec.Struct, frozen=True, gc=False, kw_only=True, omit_defaults=True):
-    """Outcome of one attempt, without a prompt of token ids, because the controller has it.
+    """Outcome of one attempt. A prompt that was submitted as token ids is left out, because the controller has it.
 
     Attributes:
         result: generated tokens; after an error, the tokens from which another attempt may continue.
@@ -347,7 +347,7 @@ class CompletionBatch(msgspec.Struct, frozen=True, tag="completions"):
 
 
 class WorkerLeaving(msgspec.Struct, frozen=True, tag="leaving"):
-    """Announcement that the worker takes no more attempts, and ends when its outcomes are acknowledged."""
+    """Announcement that the worker accepts no more attempts, and exits when its outcomes are acknowledged."""
 
 
 # --- controller -> worker ----------------------------------------------------------------
@@ -360,7 +360,7 @@ class WorkerWelcome(msgspec.Struct, frozen=True, tag="welcome"):
 
 
 class TaskBatch(msgspec.Struct, frozen=True, tag="tasks"):
-    """Attempts to start, and attempts to cancel. The worker ignores cancellations of attempts it does not run.
+    """Attempts to start, and attempts to cancel. The worker ignores a cancellation if it does not run the attempt.
 
     The worker does not answer a batch. A batch can get lost only if the connection ends; the worker's
     `WorkerHello` on the next connection then reports which batches arrived.

@@ -66,7 +66,7 @@ MAX_TASKS_PER_BATCH = 64
 """Largest number of tasks in one message to a worker. A small message fits into the cache of the CPU core that decodes
 it, and occupies the event loop only briefly."""
 MAX_TOKENS_PER_BATCH = 1 << 20
-"""Size of a message's tasks, in tokens and bytes of text together, from which no further task is added."""
+"""Size of a message's tasks (number of tokens plus bytes of text) at which the controller stops adding tasks."""
 GATHER_S = 0.005
 """Seconds between two batches to one worker. Tasks and acknowledgements that arise between the batches share the
 second batch. Fewer batches leave the event loop more time for outcomes. The delay does not matter, because a rollout
@@ -307,7 +307,7 @@ class RemoteWorker(Worker, Session[WriteTensors, TensorsWritten]):
         self._work.set()
 
     def detach(self, socket: web.WebSocketResponse, reason: str) -> None:
-        """Record the end of a connection, and fail all calls that wait for a reply. Tasks wait for the next connection."""
+        """Fail all calls that wait for a reply, because the connection has ended. Tasks wait for the next connection."""
         if self._socket is socket:
             self._socket = None
             self.fail_calls(reason)
@@ -392,8 +392,8 @@ class WorkerPool:
         max_running: largest number of attempts that run at a time, at all workers together. A worker that has
             sent no outcome yet gets at most an equal share of this number, and a silent worker gets one attempt.
             So a worker that accepts all tasks and never answers cannot get all attempts.
-        on_gone: called with the name of a worker whose held tensors are lost, the incarnation of its living process (empty
-            if none lives), and the reason.
+        on_gone: called with the name of a worker whose held tensors are lost, the incarnation of the process that now has
+            this name (empty if there is none), and the reason.
 
     Attributes:
         workers: workers by name.

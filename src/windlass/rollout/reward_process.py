@@ -32,13 +32,13 @@ LENGTH = struct.Struct("<I")
 MODULE = "windlass_reward_function"
 """Name of the module that the user's file becomes."""
 PR_SET_PDEATHSIG = 1
-"""Linux constant: option of `prctl` that sets the signal for the end of the parent process."""
+"""Linux constant: option of `prctl` that sets the signal that this process gets when its parent process ends."""
 MAX_TEXT = 2000
 """Largest number of characters of an error text that the process sends."""
 
 
 class Ready(msgspec.Struct, frozen=True, tag="ready"):
-    """First frame: the function is imported. `error` is the reason if it could not be imported, else empty."""
+    """First frame. `error` is empty if the function was imported. Otherwise `error` has the reason."""
 
     error: str = ""
 

@@ -34,7 +34,7 @@ MAX_ANSWER_NBYTES = 1 << 20
 WARN_EVERY_S = 10.0
 """Shortest time between two log lines about failures of one kind."""
 KILLED_S = 10.0
-"""Seconds to wait for the end of a killed process. A process in a system call that hangs may take longer."""
+"""Seconds to wait until a killed process has ended. A process whose system call hangs may take longer."""
 
 
 class RewardError(RolloutError):

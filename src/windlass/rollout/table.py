@@ -116,7 +116,8 @@ class GroupSize(msgspec.Struct, frozen=True):
     Attributes:
         num_rollouts: number of rollouts that are submitted.
         num_wanted: number of samples that complete the group. Its other rollouts are then cancelled.
-        min_samples: smallest number of samples of a complete group. A group has fewer than `num_wanted` if rollouts fail.
+        min_samples: smallest number of samples of a complete group. If rollouts fail, a complete group has fewer than
+            `num_wanted` samples.
     """
 
     num_rollouts: int

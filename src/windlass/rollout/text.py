@@ -44,7 +44,7 @@ class Chat(msgspec.Struct, frozen=True, omit_defaults=True):
         messages: messages with `role` and `content`, as in OpenAI's API. The content is text, a list of text parts,
             or None.
         tools: JSON schemas of tools.
-        template_arguments: further arguments of the model's chat template, such as `{"enable_thinking": False}`.
+        template_arguments: additional arguments of the model's chat template, such as `{"enable_thinking": False}`.
 
     Raises:
         ConfigError: a value has another type, or a message has images, audio or video.

@@ -94,7 +94,7 @@ class WorkerSettings(msgspec.Struct, frozen=True, kw_only=True):
         max_context: number of tokens of prompt and answer together that the engines accept, see `ChatSettings`.
         inline_nbytes: size up to which the elements of a workflow's tensor travel with its outcome. The worker keeps larger
             tensors, and writes them into the memory of a trainer rank.
-        tensor_lease_s: seconds after which the worker frees a tensor that nothing has freed before.
+        tensor_lease_s: longest time in seconds that the worker keeps a tensor.
         tensor_transport: name or JSON of the transport for tensors.
     """
 
@@ -131,7 +131,7 @@ class WorkerSettings(msgspec.Struct, frozen=True, kw_only=True):
 class RolloutWorker(Client[WriteTensors, TensorsWritten, WorkerWelcome | TaskBatch]):
     """Rollout worker of this process: runs attempts and delivers outcomes. Call all methods in one event loop.
 
-    The worker sends each outcome at least once, in the order of the ends of the attempts. It sends a new outcome
+    The worker sends each outcome at least once, in the order in which the attempts end. It sends a new outcome
     immediately if fewer than `MAX_IN_FLIGHT` batches are unacknowledged. Otherwise new outcomes wait for an
     acknowledgement, and then share a batch. So batches grow with the load, and no outcome waits for a timer.
 

@@ -470,7 +470,7 @@ class TransportConformance:
 
 
 class ProcessConformance(TransportConformance):
-    """Further conformance tests, for transports between processes."""
+    """Additional conformance tests, for transports between processes."""
 
     def process(self, rig: Rig) -> PeerProcess:
         """Return the peer of `rig`, which must be a `PeerProcess`."""

@@ -236,7 +236,7 @@ class RolloutCallback(Closing):
     def update_weights(self, version: int, *, deadline_s: float | None = None) -> PendingUpdate:
         """Publish the weights as `version` with `TrainerClient.publish(wait=False)`.
 
-        The caller then needs no broadcast and no `pause_generation`.
+        This replaces `pause_generation`, the broadcasts and `continue_generation`.
 
         Raises:
             ConfigError: this object has no `client`; see also `TrainerClient.publish`.
@@ -255,7 +255,10 @@ class RolloutCallback(Closing):
         _refuse_release("onload")
 
     def close(self) -> None:
-        """Stop all threads without waiting. Calls in progress may wait for the controller until their deadlines. Idempotent."""
+        """Stop all threads without waiting. Idempotent.
+
+        Calls in progress may wait for the controller until their deadlines.
+        """
         self._closed.set()
         self._ended.set()
         self._pool.shutdown(wait=False, cancel_futures=True)

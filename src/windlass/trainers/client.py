@@ -45,8 +45,8 @@ class TrainerClient(Closing):
         transport: transport of this rank. `close` and a failed constructor close the transport.
         controller: address of the controller.
         token: secret of the controller.
-        job: identity of this start of the trainer ranks, the same on all ranks. If empty, the value of WINDLASS_JOB,
-            or for a single rank a random identity.
+        job: identity of this launch of the trainer ranks, equal on all ranks. If empty, the client uses WINDLASS_JOB. If
+            that is empty too, a single rank uses a random identity.
         world_size: number of trainer ranks.
         arena_nbytes: see `Sender`.
         registered: see `Sender`.
@@ -149,7 +149,7 @@ class TrainerClient(Closing):
 
         Args:
             version: number of the version, greater than all numbers before.
-            wait: True to return after the end of the round. Otherwise the caller must call `result` of the returned
+            wait: True to return when the round has ended. Otherwise the caller must call `result` of the returned
                 update before the next `publish`.
             copy: True to send a copy of the weights, so that the weights may change, move or be freed as soon as this
                 method returns. This needs the argument `replica` of `connect_trainer`.
@@ -182,7 +182,7 @@ class TrainerClient(Closing):
         if copied is not None and replica is not None:
             pending.when_done(copied.set)
             if not (in_time := copied.wait(deadline_s + MARGIN_S)):
-                # Wait for the end of a running copy, which still reads the weights.
+                # A copy may still read the weights. Wait until it has ended.
                 self._sender.end_version()
             if not in_time or pending.done():
                 pending.result(deadline_s=MARGIN_S)
@@ -230,7 +230,7 @@ class TrainerClient(Closing):
             copied: event that is set when the weights have been copied to the replica; None to send without a copy.
 
         Returns:
-            Function that announces the version (only if `deadline_s` is not None), waits for the end of the round, and
+            Function that announces the version (only if `deadline_s` is not None), waits until the round has ended, and
             returns the report. The caller must call this function, or no later version can begin.
 
         Raises:
@@ -268,7 +268,7 @@ class TrainerClient(Closing):
     def _end(
         self, version: int, until_over: Callable[[], UpdateReport], copied: threading.Event | None
     ) -> UpdateReport:
-        """Wait for the end of a round by calling `until_over`, and return the report.
+        """Call `until_over`, which waits until the round has ended, and return the report.
 
         In every case, also after an error, release the locks that `_begin` has taken, so that the next version can begin.
 

@@ -5,7 +5,7 @@ exporter once per digit of these numbers, while the parameters contain this digi
 the exported tensors the elements that come from its own parameters. A last run on random values checks every element of
 every exported tensor. `engines/capture` runs an engine's own loader in the same way.
 
-The weights do not change: each parameter gets other memory for the length of a run, and then its own memory again.
+The weights do not change, because the parameters use other memory during each run.
 """
 
 from __future__ import annotations
@@ -120,7 +120,7 @@ class _Report(msgspec.Struct, frozen=True):
         failure: type and text of the error of the attempt; empty without an error.
         again: exported tensors that another attempt must read element by element.
         exported: names of the parameters that the exporter used.
-        missing: names of all other parameters.
+        missing: names of required parameters that the exporter did not use; empty parameters do not count.
     """
 
     refusal: str
@@ -329,10 +329,10 @@ class _Exported:
         shape: shape of the tensor.
         numbers: numbers of its elements.
         print: fingerprint of the tensor in the first run.
-        padding: fingerprint of its values without a number in the last run on digits.
+        padding: fingerprint of the values that come from no parameter, in the last run on digits.
         is_constant: True if the last run gives the same values as the first, such as rotary frequencies.
         is_right: True if the run on random values gives the values that the numbers predict.
-        last_run: number of the last run that gave this tensor.
+        last_run: number of the last run that yielded this tensor.
     """
 
     shape: tuple[int, ...]

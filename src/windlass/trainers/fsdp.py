@@ -245,8 +245,8 @@ def connect_trainer(
             weights. `publish(copy=True)` needs it.
         allow_unused: patterns (`fnmatch`) of trained tensors that engines need not have, such as a value head, or a
             vision tower if engines serve only the text part. If a trained tensor matches no pattern and no engine has
-            it, the update fails before the first byte is sent. Buffers, rotary tables and MTP layers (which predict
-            further tokens) need no pattern.
+            it, the update fails before the first byte is sent. Buffers, rotary tables and MTP layers (multi-token
+            prediction) need no pattern.
         keep: patterns (`fnmatch`) of engine tensors that trainers need not have, such as a vision tower if only the text
             part is trained. Engines verify by digests that these tensors do not change. If an engine has a tensor that
             matches no pattern and no trainer has it, the controller refuses the engine.

@@ -44,7 +44,7 @@ _VOCABULARY = ("embedding.word_embeddings.", "output_layer.")
 _BUFFERS = ("mlp.router.expert_bias",)
 """Suffixes of the names of buffers that checkpoints contain."""
 _LAYER = re.compile(r"(?:decoder|mtp)\.layers\.\d+")
-"""Pattern of the names of decoder layers and of MTP layers (which predict further tokens)."""
+"""Pattern of the names of decoder layers and of MTP layers (multi-token prediction)."""
 
 
 def connect_megatron_trainer(

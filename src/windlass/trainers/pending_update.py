@@ -60,7 +60,7 @@ class PendingUpdate:
         self._report.add_done_callback(lambda _: callback())
 
     def result(self, *, deadline_s: float = 600.0) -> UpdateReport:
-        """Wait for the end of the round and return its report.
+        """Wait until the round has ended, and return its report.
 
         Raises:
             RoundAborted: the version was not published; the message has the reason. The engines continue to serve the

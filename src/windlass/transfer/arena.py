@@ -113,7 +113,7 @@ class Arena(Closing):
 
 @final
 class _Allocated:
-    """Host memory from the allocator of a transport that can register no other memory."""
+    """Host memory from a transport that can register only memory of its own allocator."""
 
     def __init__(self, allocator: MemoryAllocator, nbytes: int) -> None:
         self._allocator, self.nbytes = allocator, nbytes

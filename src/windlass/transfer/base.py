@@ -37,8 +37,8 @@ class ParameterMemory:
     """Current memory of a parameter.
 
     Attributes:
-        address: address of the first element; 0 for a parameter that no link reads and that has another layout now than
-            in the manifest.
+        address: address of the first element. 0 if no link reads the parameter, and it was removed, has no memory or has
+            another layout than in the manifest.
         nbytes: bytes from the start of the first element to the end of the last element.
         storage: (address, nbytes) of the host allocation that contains the parameter, such as a torch storage. All
             parameters in one allocation share one registration. None if the allocation is unknown, and on a GPU, where

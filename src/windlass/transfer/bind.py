@@ -194,14 +194,14 @@ class SentLinks:
     def with_copies(
         self, copies: Mapping[str, str], bindings: Mapping[str, DestinationBinding]
     ) -> tuple[SentLinks, tuple[LinkProgram, ...]]:
-        """Return these links plus one link for each further member of a relay group.
+        """Return these links plus one link to each member of a relay group after the first member.
 
-        The transport itself writes to the further members. A link to a further member has the same bytes as the planned
-        link to the first member of its group.
+        The transport itself writes to these members. A link to such a member has the same bytes as the planned link to the
+        first member of its group.
 
         Args:
-            copies: further member -> first member. A further member is ignored if this rank has no planned link to its
-                first member.
+            copies: member -> first member of its group. A member is ignored if this rank has no planned link to the first
+                member.
             bindings: bindings of all these members.
 
         Returns:
@@ -246,7 +246,7 @@ class SentLinks:
 
         Raises:
             PlanError: the plan was made for another layout, or a destination has no binding.
-            BindingsRefused: some destinations offer memory that cannot be written, or compute another kind of digest.
+            BindingsRefused: some destinations offer memory that cannot be written, or use another digest algorithm.
         """
         added = dict[str, LinkProgram]()
         if plan is not None:

@@ -76,12 +76,11 @@ def local_shard(name: str, parameter: torch.Tensor, *, by_fsdp: bool = False) ->
     Args:
         name: name for the description and for errors.
         parameter: plain tensor or DTensor.
-        by_fsdp: whether FSDP2 cut the parameter. FSDP2 cuts uneven strided shards in another way than the rest of
-            torch.
+        by_fsdp: whether FSDP2 cut the parameter. FSDP2 and other parts of torch cut uneven strided shards differently.
 
     Raises:
         UnsupportedLayout: a placement is neither shard nor replica; no order of the cuts gives the split factor of a
-            strided shard; or torch would gather the parameter in another way than it distributes it.
+            strided shard; or torch distributes the parameter in one way and would gather it in another way.
         ManifestError: the described part and the local tensor differ in shape.
     """
     local = local_tensor(parameter)
@@ -450,7 +449,7 @@ def describe_module(
 
     A tensor with several names (tied weights) is described under the first of them, and the other names become aliases.
     Without `stacked`, a transformers model is described in the form that transformers saves: with other names, and with
-    the single tensors in place of fused ones (`saved_parts`). `name_map` is applied before this conversion. With
+    separate tensors instead of fused ones (`saved_parts`). `name_map` is applied before this conversion. With
     `name_map`, a tensor is converted only if its mapped name exists in the transformers model. So `name_map` may remove the
     prefixes of a PEFT model or of the caller's own wrapper, and the conversion still works.
 
@@ -531,7 +530,7 @@ def _converted(
     known = names_in(model) if by_name else None
     chosen = [i for i, part in enumerate(parts) if known is None or part.name in known]
     at = {index: place for place, index in enumerate(chosen)}
-    # If `name_map` has renamed only the first name of a tied weight, the part with this name (the owner) is not in
+    # If `name_map` has renamed only the first of a tied weight's names, the part with this name (the owner) is not in
     # `chosen`. Each other part of the weight is then its own owner.
     owners = [at.get(owner[index], place) for place, index in enumerate(chosen)]
     return dict(zip(chosen, saved_parts(model, [parts[i] for i in chosen], owners), strict=True))
@@ -574,7 +573,7 @@ def own_tensors(
 
 @dataclass(frozen=True, slots=True)
 class _State:
-    """State of tensors at one time, for the detection of changes.
+    """State of tensors at one time, to detect changes.
 
     Attributes:
         tensors: per tensor, its address and the number of writes that torch has counted; (0, 0) for tensors that
@@ -605,7 +604,7 @@ def _merged(
 class LiveTensors:
     """Tensors of modules that were described in a manifest.
 
-    Every update looks up the tensors again, and compares them with the description. A parameter may move, be another
+    Every update looks up the tensors again, and compares them with the description. A parameter may move, become another
     tensor object, or change its place in the module. If engines get a parameter (`read`), its name, dtype, shape,
     strides and this rank's part must not change. A lookup costs some microseconds per module and less per tensor,
     unless a module has changed. This object stores no reference to a tensor. Thread-safe. Only `watch` changes the
@@ -614,7 +613,7 @@ class LiveTensors:
     Args:
         modules: the modules.
         walk: function that returns all tensors of the modules, each once.
-        held: the described tensors, in manifest order; None for the result of `walk` now.
+        held: the described tensors, in manifest order. None if they are the current result of `walk`.
 
     Raises:
         UnsupportedLayout, ManifestError: see `local_shard`.

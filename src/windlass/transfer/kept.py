@@ -17,7 +17,7 @@ from windlass.memory.place import memory_at
 
 @final
 class KeptTensors:
-    """Digests of the tensors that an engine rank keeps, from the time of `bind`.
+    """Digests of the tensors that an engine rank keeps. `bind` computes them.
 
     Args:
         manifest: manifest of the rank.

@@ -12,9 +12,9 @@ connection per round:
 1. The writer sends `Open` with the round and the secret of the receiver. The receiver answers with one byte if it takes
    part in the round. The writer writes nothing before this answer.
 2. After each chunk the writer sends `ChunkLanded` with the digest that the trainer computed. The receiver hashes the
-   chunk in its memory. Only if the digest is right, it writes the chunk to its children, by one-sided writes.
+   chunk in its memory. If the digest is right, the receiver writes the chunk to its children, by one-sided writes.
 3. The writer sends `End`, and writes nothing more. If the connection ends without `End`, the writer's process has ended
-   or has closed the connection. Then it writes nothing more either.
+   or has closed the connection. In both cases it writes nothing more.
 
 Only accepted writers write to a rank. `RelayNode.run` returns when each of them has ended or has timed out. So its
 result names all ranks that may still write to this rank.
@@ -223,7 +223,7 @@ class Ended(Enum):
 
     Attributes:
         DISCONNECTED: a connection ended without `End`. Bytes in the operating system of the writer may still arrive.
-        INTERRUPTED: this rank must take no further part in the round.
+        INTERRUPTED: this rank must stop its part in the round.
     """
 
     DISCONNECTED = auto()
