@@ -19,7 +19,7 @@ NameT = TypeVar("NameT", bound=StrEnum)
 
 
 def take_name(what: str, value: str, kind: type[NameT]) -> NameT:
-    """Return the member of the enumeration `kind` that `value` names. `value` may also be the member itself.
+    """Return the member of the enumeration `kind` whose value is `value`. `value` may also be the member itself.
 
     Raises:
         ConfigError: there is no such member. The message begins with `what`.

@@ -111,7 +111,7 @@ class Backend:
         trainers: Group,  # noqa: ARG002
         engines: Sequence[Group],  # noqa: ARG002
     ) -> Binding | None:
-        """Return the part of the binding `held` that is still valid after the fleet has changed.
+        """Return the part of `held` that is still valid after the fleet has changed.
 
         The ranks of this part get no command to bind. Return None to bind all ranks again.
 

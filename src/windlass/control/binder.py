@@ -272,8 +272,8 @@ class FleetBinder:
     def _find_unused(self) -> frozenset[str]:
         """Return the trainer tensors that no engine has; an empty set if the sources are engines.
 
-        A tensor counts as used if some engine has had it since these trainers connected. The loss of this engine does not
-        change that: otherwise the ManifestError would stop the updates of the other engines.
+        A tensor counts as used if some engine has had it since these trainers connected, even if this engine is gone.
+        Otherwise the loss of an engine could raise ManifestError and so stop the updates of all other engines.
 
         Raises:
             ManifestError: an unused tensor matches no pattern of `allow_unused`.
@@ -290,8 +290,8 @@ class FleetBinder:
     def _find_replicated(self, unused: frozenset[str]) -> Replicated | None:
         """Return the boxes that several trainer ranks hold. Rounds compare the ranks' copies of these boxes.
 
-        Boxes of `unused` tensors are left out. Return None in a catch-up, whose sources are the ranks of an engine: these
-        ranks have already verified their weights by digests.
+        Boxes of `unused` tensors are left out. Return None in a catch-up: its sources are engine ranks,
+        which have already verified their weights by digests.
         """
         of_trainers = all(manifest.role is Role.TRAINER for manifest in self._sources)
         return find_replicated(self._sources, unused) if of_trainers else None
@@ -457,8 +457,8 @@ class FleetBinder:
         Each member joins its groups in the order of the sources' names, so that the groups cannot deadlock.
 
         Raises:
-            EnginesUnbound: one engine is to blame: its ranks failed to join, and all other members only timed out.
-            RoundAborted: a member did not join, and no single engine is to blame.
+            EnginesUnbound: ranks of a single engine failed to join, and all other failed members only timed out.
+            RoundAborted: a member did not join, and the failure cannot be attributed to a single engine.
         """
         ordered = sorted(offers, key=lambda offer: offer.source)
         commands = {

@@ -70,7 +70,7 @@ class Binding:
         """Return the links as `/v1/status` shows them, the slowest first.
 
         Args:
-            carried: link -> bytes and seconds in the last update, for links that were used.
+            carried: link -> bytes and seconds in the last update that used the link.
         """
         unused = Carried(0, 0.0)
         found = [

@@ -83,8 +83,8 @@ class Comparisons:
 
         The numbers are the arguments `turn` and `period` of `due_pieces`.
 
-        The boxes are None if the round compares nothing, because the ranks hold no replicated box or the time budget does
-        not allow a comparison.
+        The boxes are None if the round compares nothing: the ranks hold no replicated box, or the time budget allows no
+        comparison.
         """
         replicated = binding.replicated
         if replicated is None:
@@ -96,7 +96,7 @@ class Comparisons:
         return replicated, comparison.turn, period
 
     def conclude(self, *, compare_s: float, update_s: float, is_published: bool) -> None:
-        """Update the time budget of the comparisons after the round for which `begin` was called last.
+        """Update the time budget of the comparisons after a round. Call `begin` before the round.
 
         Args:
             compare_s: seconds that the slowest rank needed for the comparison; 0 without a comparison.

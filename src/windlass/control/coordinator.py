@@ -137,7 +137,7 @@ class Coordinator:
     # --- a publish: who asks for it ----------------------------------------------------------
 
     def _announced(self, session: AgentSession, frame: Announce) -> None:
-        """Record that a trainer rank has announced a version. If all trainer ranks have announced now, start the publish.
+        """Record that a trainer rank has announced a version. If all trainer ranks have announced it now, publish it.
 
         If the rank repeats an announcement whose update has already ended, send the report of this update again.
 

@@ -98,7 +98,7 @@ class Delivery:
         """Return the commands that write links.
 
         Args:
-            missing: source -> destinations that the source must still write to.
+            missing: source -> destinations that still need its bytes.
             ledger: state of all links.
             active: engine ranks that are still part of the round.
             version: version that is written.

@@ -71,7 +71,7 @@ def _is_exact(plan: TransferPlan, trainers: Sequence[ShardManifest]) -> bool:
 def _dtypes_of(
     manifests: Sequence[ShardManifest], names: Collection[str]
 ) -> set[tuple[str, DType]]:
-    """Return the dtypes in which `manifests` have the tensors in `names`, as pairs (tensor, dtype)."""
+    """Return (tensor, dtype) for each tensor in `names` and each dtype that it has in `manifests`."""
     found: set[tuple[str, DType]] = set()
     for manifest in manifests:
         dtypes = {parameter.name: parameter.dtype for parameter in manifest.parameters}

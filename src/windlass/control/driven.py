@@ -74,7 +74,7 @@ class DrivenRound:
         return await self._caller.call(dict.fromkeys(self.workers, command), deadline_s)
 
     def end(self, version: int, deadline_s: float) -> None:
-        """Tell the round that all bytes of `version` are sent, so that it verifies, applies and publishes. Do not wait.
+        """Tell the round that all bytes of `version` are sent, so that it can verify, apply and publish. Do not wait.
 
         VERIFY and APPLY may each take `deadline_s`. The attribute `report` gets the result.
         """

@@ -119,7 +119,7 @@ class EngineChannel(AgentChannel):
 
         If the engine does not resume, store the reason for the next `Hello`.
         """
-        # Wait for the running command. The channel refuses commands of this connection that have not begun.
+        # The channel refuses commands of this connection that have not begun, so wait only for the running command.
         with self._executing:
             try:
                 self._on_disconnect()

@@ -546,7 +546,7 @@ class Fleet:
             del self._quarantined[next(iter(self._quarantined))]
 
     def hold(self, trainer: Identity, round_id: RoundId, engines: frozenset[Identity]) -> None:
-        """Record that the source `trainer` has not answered the write command of a round.
+        """Record that a source has not answered the write command of a round.
 
         No round writes to `engines` until the source answers (`settle`), a new process replaces the source, or `release`
         is called.
@@ -571,8 +571,9 @@ class Fleet:
         """End a hold if a late answer shows that the write of the hold has ended.
 
         Late answers arrive after the end of their round. The answer to the write command of a hold ends the hold. If
-        this answer reports a link with an unknown outcome, quarantine the link's engine. The answer to a probe also ends
-        the hold: agents answer in order, so the write has ended or has never begun.
+        this answer reports a link with an unknown outcome, quarantine the rank that the link leads to. If the answer is a
+        failure with an unknown outcome, quarantine all engine processes of the hold. The answer to a probe also ends the
+        hold: agents answer in order, so the write has ended or has never begun.
 
         Returns:
             Whether the answer has ended a hold or quarantined an engine.

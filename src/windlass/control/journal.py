@@ -221,7 +221,7 @@ class Journal:
     def _compact(self, file: JournalFile[JournalEntry]) -> None:
         """Replace the file's content by the summary and the newest entries.
 
-        Only log a failure: the long file is still correct, and a later `append` tries again.
+        If this fails, only log the error, because the long file is still correct and a later `append` tries again.
         """
         try:
             file.rewrite(self._entries())

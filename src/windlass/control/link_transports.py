@@ -74,7 +74,7 @@ class LinkTransports(LinkAddresses):
     def choose(self, links: Iterable[Link]) -> dict[str, str]:
         """Choose for each link the fastest transport that both ranks have in common; see `LinkAddresses.choose`.
 
-        Two ranks count as on the same host if their connections to the controller come from the same address and both
+        Two ranks count as ranks of one host if their connections to the controller come from the same address and both
         report the same `Hello.host`.
         """
         wrong = {}

@@ -151,7 +151,8 @@ class Members:
 
         Raises:
             EngineRefused: an engine of `engines` was refused, or no engine can be bound (`unbindable`).
-            PeerTimeout: the version was not published, or one of `engines` does not serve it, within `deadline_s`.
+            PeerTimeout: after `deadline_s`, the version is not published, or one of `engines` does not serve the
+                published version.
         """
         fleet = self._fleet
 

@@ -70,7 +70,7 @@ class Measure(StrEnum):
         return self.removesuffix("_s") if self.unit == "seconds" else self.unit
 
     def text(self, value: float) -> str:
-        """Return a value as the text of a table cell: milliseconds ("-" for none), or a number of bytes."""
+        """Return a value as the text of a table cell: milliseconds ("-" for 0), or a number of bytes."""
         if self.unit == "seconds":
             return f"{value * 1e3:.1f}" if value else "-"
         return f"{value:,.0f}"
@@ -164,7 +164,7 @@ class TransportWire(Carried, frozen=True):
 def wire_by_transport(
     carried: Mapping[Link, Carried], transports: Mapping[Link, str]
 ) -> dict[str, TransportWire]:
-    """Add up the traffic of all links of each transport: name of the transport -> traffic.
+    """Add up the traffic of the links per transport. Return name of the transport -> traffic.
 
     Args:
         carried: link -> its bytes and seconds. Links without a transport are ignored.

@@ -505,7 +505,7 @@ class RoundMachine:
         return is_unchanged(sent, self._spec.sent_before or {})
 
     def _refuse_unchanged(self) -> None:
-        """End the round without a publication, because the version changes no byte.
+        """End the round and publish nothing, because the version changes no byte.
 
         First leave out each engine with a link that `sent_before` lacks, because the round may have changed its weights.
         All other engines have verified that they have the bytes of the previous version. Their weights are not mixed,

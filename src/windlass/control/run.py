@@ -100,7 +100,7 @@ class Run:
         A controller without a journal file also accepts a version of another run from a trainer, until the controller has
         bound a plan. It never accepts such a version from an engine, because the engine may have served an unrelated run.
         """
-        # An agent refuses an epoch that is lower than an epoch that it has received earlier, from any controller.
+        # Agents never accept a lower epoch than before, even from a new controller.
         epoch = max(self.round_id.epoch, hello.epoch)
         self.round_id = self.round_id._replace(epoch=epoch)
         version, fleet = hello.served_version, self.fleet
@@ -149,7 +149,7 @@ class Run:
         """Append an entry about the outcome of a round. If the journal cannot be written, only log an error.
 
         The outcome cannot be undone, so the missing entry must not fail the round. After a restart, the PUBLISHING entry
-        of the same version still prevents other weights from getting this version.
+        of this version still ensures that no other weights get the same version.
         """
         try:
             self.record(kind, version, engines, detail)

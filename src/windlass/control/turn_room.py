@@ -12,8 +12,8 @@ def too_large(trainers: Iterable[Hello], engines: Iterable[Hello]) -> Mapping[st
     """Return the engines whose update cannot fit into the memory that they share with trainers: name -> reason.
 
     This checks two moments of an update. While an engine reads new weights, the trainer's weights are in memory too. After
-    the trainer's `release`, the engine maps its caches. Memory of other libraries is not known, so an update that passes
-    this check may still find too little memory.
+    the trainer's `release`, the engine maps its caches. The check does not know how much memory other libraries use.
+    An update may therefore run out of memory even if it passes the check.
 
     Args:
         trainers: first messages of all trainer ranks.

@@ -209,7 +209,7 @@ class Codes:
         return [at for at, spec in enumerate(self.specs) if spec.name in chosen]
 
     def _ordinary(self, first: int, last: int, seed: int, dtype: DType) -> torch.Tensor:
-        """Return the values of `random` for the element numbers [first, last), from a GPU kernel if there is one."""
+        """Return the values of `random` for the element numbers [first, last). Use a GPU kernel if there is one."""
         kernels, stored = kernels_on(self.device), torch_dtype(dtype)
         if kernels is None or stored not in NAMES:
             return _ordinary(*self._halves(first, last), seed, dtype)

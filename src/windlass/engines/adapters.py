@@ -181,7 +181,7 @@ def adapter_of(text: str, option: str = "--adapter") -> Adapter | None:
 
 @contextmanager
 def saved(weights: Iterator[tuple[str, torch.Tensor]], like: Path) -> Iterator[Path]:
-    """Save an adapter in PEFT's format in a temporary folder, with the configuration file of the folder `like`.
+    """Save an adapter in PEFT's format in a temporary folder. Copy the configuration file from the folder `like`.
 
     Yield the temporary folder, and delete it at the end of the `with` block.
     """

@@ -50,7 +50,7 @@ def run(args: argparse.Namespace) -> int:
     """Print the record of a version or of one sample, or replay the sample; return the exit status.
 
     Raises:
-        ConfigError: there is no such sample, or `--replay` is given without a sample or with an invalid URL.
+        ConfigError: the sample does not exist, `--replay` is given without `--sample`, or its URL is invalid.
     """
     audited = read_audit(args.folder / AUDIT, args.version)
     samples = audited.samples

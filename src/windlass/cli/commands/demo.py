@@ -275,7 +275,8 @@ def _checked_context(args: argparse.Namespace) -> int:
     """Check the checkpoint folder. Return the context that the demo needs: tokens of the longest prompt plus an answer.
 
     Raises:
-        ConfigError: the folder has no model or no tokenizer, or the model's context is too short.
+        ConfigError: the folder lacks a model or a tokenizer, the model's context is too short, or `--model` is given
+            too.
     """
     folder = args.checkpoint
     if args.model is not None:

@@ -143,7 +143,7 @@ def _check_interpreter(path: str, framework: str | None) -> tuple[Finding, ...]:
 
 
 def _other_project(path: str) -> str:
-    """Return the version of `OTHER_PROJECT` (another project) in the environment of the Python at `path`, or ""."""
+    """Return the version of `OTHER_PROJECT` in the environment of the Python at `path`; "" if it is not installed."""
     code = f"import importlib.metadata as m; print(m.version({OTHER_PROJECT!r}))"
     with contextlib.suppress(OSError, subprocess.SubprocessError):
         done = subprocess.run(

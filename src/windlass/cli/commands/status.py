@@ -43,7 +43,7 @@ def run(args: argparse.Namespace) -> int:
 async def _watch(args: argparse.Namespace, console: Console) -> None:
     """Show each overview that the controller sends, until the controller ends.
 
-    On a terminal, draw a live view, and print the last overview at the end. On any other output, print each overview.
+    On a terminal, draw a live view, and print the last overview at the end. Otherwise, print each overview.
     """
     views = follow_overview(args.url.rstrip("/"), control_token(), args.deadline_s)
     newest: dict[str, Any] = {}
