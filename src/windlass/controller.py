@@ -126,7 +126,7 @@ class Controller:
         max_concurrent: int = 64,
         tokenizer: str = "",
     ) -> AsyncIterator[RolloutController]:
-        """Yield a second rollout controller for the same engines, for evaluation. Its rollouts run in this event loop.
+        """Yield a rollout controller for evaluation on the same engines. Its rollouts run in this event loop.
 
         Call it as `async with controller.evaluation() as evaluation`, and call `evaluation.submit` and
         `evaluation.wait` inside the block. The controller's own `staleness` does not limit these rollouts.
@@ -202,8 +202,8 @@ class Controller:
 
         Args:
             version: number of the version, as trainers pass it to `TrainerClient.publish`.
-            engines: names of engines that must also serve the published version. An engine that an update left out needs
-                a catch-up first.
+            engines: names of engines that must also serve the published version. If an update left out
+                such an engine, the engine needs a catch-up first.
             deadline_s: seconds to wait.
 
         Raises:

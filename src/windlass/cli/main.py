@@ -119,7 +119,7 @@ def _run(arguments: Sequence[str], chosen: str) -> int:
 
 
 def _unknown_options(words: Sequence[str], parser: argparse.ArgumentParser) -> str:
-    """Return an error text for words that a command does not know, with similar options of this command."""
+    """Return an error text for options that a command does not have. Suggest a similar option if there is one."""
     known = [*re.findall(r"--[a-z0-9-]+", parser.format_help())]
     similar = difflib.get_close_matches(words[0], known, n=1)
     meant = f"; did you mean {similar[0]}?" if similar else ""

@@ -245,8 +245,7 @@ class TrainerChannel(AgentChannel):
     def withdraw(self, announced: Announcement) -> bool:
         """Withdraw an announcement, so that the controller begins no round for it. Return False if the session has ended.
 
-        Without a connection, nothing is sent. This is enough, because the controller drops an agent's announcement when
-        the agent's connection ends.
+        Without a connection, send nothing: the controller has dropped the announcement when the connection ended.
         """
         with self._lock:
             if self.announced is announced:
@@ -286,7 +285,7 @@ class TrainerChannel(AgentChannel):
     async def on_connected(self) -> None:
         """Send the announcement if it has no report yet.
 
-        The controller drops an announcement when its connection ends, so the announcement is sent on each connection.
+        The controller drops the announcement when the connection ends, so each new connection sends it again.
         """
         announced = self.announced
         if announced is not None and announced.frame.attempt and not announced.report.done():

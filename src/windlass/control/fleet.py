@@ -431,7 +431,7 @@ class Fleet:
             del self.quarantine_on_return[hello.worker]
             self._quarantine([agent.identity] if hello.epoch else [])
         agent.quarantined = agent.identity in self._quarantined
-        # A new process has this name, so the earlier process has ended, and its writes too.
+        # A new process has this name, so the earlier process and its writes have ended.
         for past in [k for k in self.holds if k[0] == hello.worker and k != agent.identity]:
             del self.holds[past]
         if hello.role is Role.TRAINER:

@@ -100,9 +100,9 @@ class HeldWeights:
     def check_version(self, version: int) -> None:
         """Check that this rank can still send `version`: its weights have not changed, or the replica has a copy of them.
 
-        If no engine serves the published version any more, the controller requests this version again. The trainer may
-        have changed its weights since the first round. If it has released the version and has not changed its weights,
-        let the replica copy the weights again.
+        If no engine serves the published version any more, the controller requests this version again. By then, the
+        trainer may have changed its weights. If it has released the version and has not changed its weights, let the
+        replica copy the weights again.
 
         Raises:
             RoundAborted: this rank publishes another version, or its weights have changed since it began to publish

@@ -72,7 +72,7 @@ def check_same_version(announced: Collection[PendingPublish]) -> None:
 
 
 def check_same_ranks(announced: Collection[PendingPublish], binding: Binding) -> None:
-    """Check that the trainer processes in `binding` are exactly those that announced this publish.
+    """Check that the trainer processes in `binding` are exactly the processes in `announced`.
 
     Raises:
         RoundAborted: a trainer rank left or connected after the announcements, and before the fleet was bound.
@@ -200,7 +200,7 @@ class PublishRequests:
         return tuple(request.pending for request in found)
 
     def answer(self, pending: PendingPublish, report: UpdateReport) -> UpdateReport:
-        """Return a copy of `report` for the rank that requested the update, and keep the copy for a repeated request.
+        """Return a copy of `report` for the rank that requested the update. Keep the copy in case the rank asks again.
 
         The copy has the version and the attempt number of `pending`. The copy is not kept if the rank has made a newer
         request.

@@ -76,7 +76,7 @@ class Measure(StrEnum):
         return f"{value:,.0f}"
 
     def of_ranks(self, by_rank: dict[str, float]) -> float:
-        """Return the figure of a round: the largest value of `by_rank` for seconds, the sum of all its values for bytes.
+        """Return the figure of a round: for seconds, the largest value in `by_rank`; for bytes, the sum of all values.
 
         `by_rank` maps each rank to the sum of the values that this rank has reported.
         """

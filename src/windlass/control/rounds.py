@@ -522,7 +522,7 @@ class RoundMachine:
     def _write(self, links: Mapping[str, tuple[str, ...]]) -> None:
         self._enter(Phase.WRITE)
         self._wrote = True
-        # Sources get less time than the phase, so that one stuck link does not delay the answer about other links.
+        # Sources get less time than the phase, so that they can report the other links even if one link is stuck.
         orders = self._delivery.write(
             links,
             ledger=self._links,

@@ -80,8 +80,8 @@ class RankCaller:
         """Send every rank its command, and wait for all answers.
 
         Returns:
-            Rank -> its answer. In place of an answer: PeerTimeout if the rank did not answer within `deadline_s`, and
-            PeerUnreachable if it is not connected.
+            Rank -> its answer, or an error: PeerTimeout if the rank did not answer within `deadline_s`, PeerUnreachable
+            if it is not connected.
         """
         answers = await asyncio.gather(
             *(self._one(worker, command, deadline_s) for worker, command in commands.items())

@@ -16,7 +16,7 @@ _log = logging.getLogger(__name__)
 
 
 def unchanged_reason(version: int) -> str:
-    """Return the text of a warning or an error about a version whose bytes all equal the previous version's."""
+    """Return the text of a warning or an error about a version with the same bytes as the previous version."""
     return (
         f"version {version} changes nothing: its bytes equal the bytes of the previous version; check that the "
         "optimizer steps the published parameters (not a copy, not a frozen base under adapters), that adapters are "

@@ -16,8 +16,8 @@ def too_large(trainers: Iterable[Hello], engines: Iterable[Hello]) -> Mapping[st
     An update may therefore run out of memory even if it passes the check.
 
     Args:
-        trainers: first messages of all trainer ranks.
-        engines: first messages of all engine ranks. Ranks that do not sleep have no `Hello.room`.
+        trainers: `Hello` messages of all trainer ranks.
+        engines: `Hello` messages of all engine ranks. Ranks that do not sleep have no `Hello.room`.
     """
     holders: dict[tuple[str, str], list[Hello]] = {}
     for hello in trainers:

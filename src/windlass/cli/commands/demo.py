@@ -322,7 +322,7 @@ def _positions(file: Path) -> int:
 
 
 def _with_context(arguments: tuple[str, ...], kind: str, context: int) -> tuple[str, ...]:
-    """Return an engine's arguments with a context of `context` tokens.
+    """Return an engine's arguments, with the size of the context set to `context` tokens.
 
     Return the arguments unchanged if `context` is 0, or if the arguments do not set the size of the context.
     """
