@@ -257,7 +257,7 @@ class Client(Callee[CommandT, ResultT], Closing, Generic[CommandT, ResultT, Fram
         except asyncio.CancelledError:
             pass
         finally:
-            # The remaining tasks answer calls that still run.
+            # Each remaining task answers a call.
             left = asyncio.all_tasks(self._loop)
             for task in left:
                 task.cancel()
@@ -355,9 +355,7 @@ class Client(Callee[CommandT, ResultT], Closing, Generic[CommandT, ResultT, Fram
     ) -> None:
         """Handle a part of a frame. If the part completes a call, answer the call in a new task.
 
-        Pass every other complete frame to `on_frame`, except a refusal, which raises an error.
-
-        The first frame that is neither a call nor a refusal is the welcome.
+        A refusal raises an error. Pass all other complete frames to `on_frame`; the first of them is the welcome.
 
         Raises:
             ProtocolError: the server refused this peer for good, or the first frame cannot be decoded.

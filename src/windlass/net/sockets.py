@@ -86,8 +86,7 @@ async def send_frame(
         data: the frame.
         deadline_s: seconds within which each part must be sent; otherwise this function cuts the connection.
         within_s: seconds within which the whole frame must be sent; None for no limit.
-        on_cut: function that is called just before the cut, so that the caller knows that this process ended the
-            connection.
+        on_cut: function that is called just before this function cuts the connection.
 
     Raises:
         ConnectionError: the connection is closed or was cut.

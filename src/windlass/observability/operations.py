@@ -190,7 +190,7 @@ class Operations:
         self._notify()
 
     def _on_phase(self, version: int, phase: Phase) -> None:
-        # A trainer that pushes sends the version only at the end of the push.
+        # In a push, the trainer sends the version last.
         what = f"version {version}" if version >= 0 else "a push"
         self._enter("" if phase is Phase.DONE else f"{phase.value} of {what}")
         self._notify()

@@ -9,11 +9,11 @@ from collections.abc import Collection, Mapping
 def staggered(links: Mapping[str, Collection[str]]) -> dict[str, tuple[str, ...]]:
     """Return the destinations of each source in an order that spreads the load.
 
-    A source writes to one destination after another. If all sources began with the same destination, they would share
-    the bandwidth of this destination while the other destinations received nothing. Therefore this function goes
-    through the sources by name. Each source begins with the destination that the fewest previous sources begin with,
-    and then follows the circular order of its destinations' names. If n sources have the same n destinations and write
-    at the same speed, each destination receives from one source at a time.
+    A source writes to its destinations one after the other. If all sources began with the same destination, they would
+    share the bandwidth of this destination while the other destinations received nothing. Therefore this function goes
+    through the sources in the order of their names. A source begins with the destination with which the fewest previous
+    sources begin, and then follows the circular order of its destinations' names. If n sources have the same n
+    destinations and write at the same speed, each destination receives from one source at a time.
 
     Args:
         links: source -> its destinations.

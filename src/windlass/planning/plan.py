@@ -232,7 +232,7 @@ class TransferPlan:
         """Return the plan without staging on `links`: their ops write each element directly into the parameter.
 
         `links` are (source, destination) pairs. Each of these sources must be able to write strided elements (the trait
-        `strided_stores`). A destination keeps its staging memory if another link needs this memory.
+        `strided_stores`). A destination keeps its staging memory if a link outside `links` needs this memory.
         """
         stored = np.zeros(len(self.ops), np.bool_)
         for link in self.links():

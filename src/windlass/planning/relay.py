@@ -105,7 +105,7 @@ def _parent(member: int, num_members: int) -> int:
 
 
 def children_of(group: RelayGroup, member: str) -> tuple[tuple[str, ...], ...]:
-    """Return, per stripe, the members that `member` passes chunks on to."""
+    """Return, per stripe, the members to which `member` sends chunks."""
     index = group.members.index(member)
     return tuple(
         tuple(group.members[child] for child, parent in enumerate(parents) if parent == index)

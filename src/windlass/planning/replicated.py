@@ -132,7 +132,7 @@ def due_pieces(
         period: number of comparisons that cover every run once.
 
     Returns:
-        (row of `held`, byte offset in the parameter, size in bytes) per piece, in the order of hashing.
+        (row of `held`, byte offset in the parameter, size in bytes) per piece, in the order in which ranks hash them.
     """
     first, run, per_block = held["first"], held["run"].astype(np.int64), _pieces_per_block(held)
     stop = first + _num_blocks(held)

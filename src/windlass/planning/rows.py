@@ -190,7 +190,7 @@ def _source_classes(sources: Sequence[ShardManifest], index: dict[str, int]) -> 
 def _apply_destination_aliases(
     destinations: Sequence[ShardManifest], index: dict[str, int], class_of: list[int]
 ) -> None:
-    """Give a destination's tensor the class of its alias if no source has the tensor's own name. Change `class_of`.
+    """Give a destination's tensor the class of its alias if no source has the tensor's name. Change `class_of`.
 
     Raises:
         ManifestError: the sources have two separate tensors with these names.
@@ -235,7 +235,7 @@ def gather_rows(manifests: Sequence[ShardManifest], names: TensorNames) -> RowTa
 
 
 def _refuse_missing(manifests: Sequence[ShardManifest], names: TensorNames) -> None:
-    """Raise `IncompleteCoverage` if no source has the tensor of a shard. The error lists such tensors, with advice."""
+    """Raise `IncompleteCoverage` if no source has the tensor of a shard. The error lists these tensors, with advice."""
     missing: set[str] = set()
     workers: list[str] = []
     for manifest in manifests:

@@ -324,7 +324,7 @@ class BatchQueue:
         """Wait until all trainer ranks have the tensors of the batch of `step`, or until tensors are lost.
 
         A tensor is lost if the process that held it has ended. In this case, no rank gets the batch. The caller must then
-        decline the groups of the returned samples, take other groups from the controller, and `put` the step again.
+        decline the groups of the returned samples, get new groups from the controller, and `put` the step again.
 
         Returns:
             Task ids of samples with lost tensors; empty if ranks have all tensors, or if no sample has a large tensor.
@@ -506,7 +506,7 @@ class BatchQueue:
         known = held_in(self._shard(asked))
         for lent in self._lent:
             known.update(lent)
-        # The rank reaches this process at this URL, so holders reach this process's transport at the URL's host.
+        # The rank reaches this process at this URL. So this process's transport uses the address of the URL's host.
         self.store.towards = str(request.url.origin())
         done = await write_tensors(known, asked, self.store, self._write)
         return web.Response(body=encode(done), content_type=CONTENT_TYPE)

@@ -252,7 +252,7 @@ class RolloutController:
             workflow: name of the workflow. The rollout waits until a worker that was started with this
                 workflow has a free slot.
             arguments: msgpack-plain value, which the workflow reads as `WorkflowContext.arguments`.
-            sampling: sampling parameters for engine calls to which the workflow passes no sampling parameters.
+            sampling: default sampling parameters of the workflow's engine calls.
             metadata: as in `submit`.
             deadline_s: as in `submit`.
 
@@ -330,7 +330,7 @@ class RolloutController:
 
         Raises:
             RolloutError: the result was not delivered by this process, is not among the 4096 newest results, or
-                was declined before.
+                was declined already.
         """
         found = result.rollouts if isinstance(result, RolloutGroup) else (result,)
         self._life.decline([rollout.task_id for rollout in found])
@@ -359,9 +359,8 @@ class RolloutController:
         """Wait for all rollouts; return their results in the order of `handles`.
 
         Raises:
-            PeerTimeout: a rollout was not done within `deadline_s` and continues, or a rollout failed at its own
-                deadline.
-            RolloutError: a rollout failed for another reason.
+            PeerTimeout: a rollout was not done within `deadline_s` (it continues), or failed at its own deadline.
+            RolloutError: a rollout failed for a different reason.
         """
         check_deadline("wait", deadline_s)
         futures = {handle.future for handle in handles}
@@ -540,7 +539,7 @@ class RolloutController:
     def failed_alike(self) -> int:
         """Number of rollouts that failed since the last accepted answer and would fail again in the same way.
 
-        An engine refused the request of such a rollout, or the rollout's workflow raised the same exception
+        Either an engine refused the rollout's request, or the rollout's workflow raised the same exception
         `max_same_errors` times in a row.
         """
         return self._life.failed_alike
@@ -579,8 +578,8 @@ class RolloutController:
         `return_groups` does not return these rollouts.
 
         The id of one rollout acknowledges the rollout's whole group. Unknown ids are ignored. After a restart, the controller
-        may run a rollout again although the caller has stored the rollout's result before. This call also ends such a
-        rollout.
+        may run a rollout again although the caller has stored the rollout's result already. This call then also
+        ends the rollout.
 
         Raises:
             RolloutError: the journal cannot be written.
@@ -865,7 +864,7 @@ class RolloutController:
 def _token_ids(prompt_ids: Any) -> tuple[int, ...]:
     """Return token ids as Python integers; raise `ConfigError` for ids that a worker could not decode.
 
-    A worker that cannot decode a task does not report it as received, so the controller would resend the task for ever.
+    If a worker cannot decode a task, it does not report the task as received. So the controller would resend it for ever.
     """
     try:
         tokens = tuple([int(operator.index(each)) for each in prompt_ids])

@@ -220,8 +220,8 @@ class RankTensors(Closing):
                 offsets in the memory, and the memory as a destination.
 
         Raises:
-            TransferFailed: a write failed, and no more bytes of it arrive. A later call may use the memory for this
-                batch again.
+            TransferFailed: a write failed, and none of its bytes can arrive later. The next call may use the memory for
+                this batch again.
             TransferOutcomeUnknown: a write failed, and its bytes may still arrive. The memory for this batch stays
                 allocated until this process ends, and no later call uses it.
             TransportUnavailable: the transport cannot be started, or there is too little memory.

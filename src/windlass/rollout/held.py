@@ -313,7 +313,8 @@ class References:
         loop = asyncio.get_running_loop()
         for held in held_of(tensors):
             self._counts[held.key] += 1
-            # The callback must not refer to `held` itself, and may run in any thread.
+            # The callback refers to a copy of `held`, because a reference to `held` itself would keep `held` in memory.
+            # Any thread may run the callback.
             known = HeldTensor(held.holder, held.incarnation, held.key, held.digest)
             weakref.finalize(held, _call_in, loop, self._gone, known).atexit = False
 

@@ -379,7 +379,7 @@ class RolloutJournal:
         return bool(together)
 
     def returned(self, task_ids: Sequence[str]) -> None:
-        """Record that the caller returned a delivered group, which then does not count as consumed.
+        """Record that the caller returned a delivered group. The group then does not count as consumed.
 
         With `keep_delivered`, write no entry: the file still contains the group, and does not count it as consumed.
         """
@@ -390,7 +390,7 @@ class RolloutJournal:
             self.add(Ended((), num_consumed=-len(task_ids)))
 
     def declined(self, task_ids: Sequence[str]) -> None:
-        """Record that the caller declined delivered rollouts, which then do not count as consumed."""
+        """Record that the caller declined delivered rollouts. They then do not count as consumed."""
         if not self.on:
             return
         owed = [self._unacknowledged.pop(task_id, ()) for task_id in task_ids]

@@ -337,8 +337,8 @@ class Lifecycle:
     def end_attempt(self, record: Record, outcome: RolloutOutcome) -> None:
         """Accept, discard or reject the answer of a running attempt, or retry the rollout, as the outcome demands."""
         if outcome.prompt_ids:
-            # Later attempts must use the same prompt tokens. A chat template may contain the time, so a worker that applies
-            # it again may get other tokens.
+            # Later attempts must use the same prompt tokens. If a worker applied the chat template again, the tokens
+            # could differ, for example because the template contains the time.
             record.prompt_ids = outcome.prompt_ids
         match outcome.status:
             case OutcomeStatus.ACCEPTED:
@@ -373,7 +373,7 @@ class Lifecycle:
         )
 
     def replace(self, reasons: Mapping[str, str]) -> None:
-        """Discard finished answers of a group, and generate others; see `RolloutController.replace`.
+        """Discard finished answers of a group, and generate new answers; see `RolloutController.replace`.
 
         Raises:
             RolloutError: a rollout is not finished, or was delivered.

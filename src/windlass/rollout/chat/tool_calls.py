@@ -207,7 +207,7 @@ THINK, THOUGHT = "<think>", "</think>"
 
 
 def split_reasoning(text: str, *, is_open: bool = False, is_whole: bool = True) -> tuple[str, str]:
-    """Divide an answer at `</think>`, and return the reasoning and the rest.
+    """Divide an answer at `</think>`, and return the reasoning and the text after it.
 
     Args:
         text: generated text. It has reasoning only if it starts with `<think>` or `is_open` is set.
