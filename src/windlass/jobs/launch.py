@@ -428,8 +428,8 @@ class Job:
                     # Call the recipe before the engines end, because the recipe may use them.
                     await self._call_ended(self._summary(rollouts))
             finally:
-                # Only pause the rollout controller here, and close it after the workers have ended. An ending worker
-                # returns its tasks, and would try this until a deadline if the rollout controller were closed.
+                # Only pause the rollout controller here, and close it after the workers have ended. Each worker returns
+                # its tasks when it ends. If the rollout controller were closed, the worker would try until a deadline.
                 controller.rollouts.pause()
                 names = [status.name for status in self._scheduler.list()]
                 workers = {_worker_name(number) for number in range(config.rollout.num_workers)}
@@ -541,10 +541,11 @@ class Job:
         return deadline_s
 
     async def _end_at_signal(self, work: asyncio.Task[None]) -> None:
-        """Wait for a signal. Then dispatch no more rollouts, and wait `shutdown_s` for a running step or update.
+        """Wait for a signal. Then dispatch no more rollouts, and wait for a running step or update.
 
-        If the step or update ends in time, save a checkpoint and cancel `work`. A second signal ends the wait. In this
-        case, and after `shutdown_s`, the caller cancels `work`.
+        The wait has the limit `shutdown_s`, and a second signal ends it.
+
+        If the step or update ends in time, save a checkpoint and cancel `work`. Otherwise the caller cancels `work`.
         """
         self._stopped_by = await self.signals.get()
         self.controller.rollouts.pause()
@@ -667,7 +668,9 @@ class Job:
         return name, f"{name} ended with exit status {status.returncode}"
 
     async def _hung(self, name: str, role: Access) -> tuple[str, str]:
-        """Wait until an engine or worker has left the scheduler's queue and then fails to answer. Return name and reason.
+        """Wait until an engine or worker has left the scheduler's queue, and then until it fails to answer.
+
+        Return its name and the reason.
 
         The time limits are `start_deadline_s` for the first answer and `max_silence_s` afterwards.
 
@@ -679,7 +682,7 @@ class Job:
         return name, await self._silence.until_silent(name, role)
 
     async def _log_end(self, name: str) -> str:
-        """Return text with the path and the last lines of a process's log, to append to a message about this process."""
+        """Return the path and the last lines of a process's log, as text to append to a message."""
         tail = await self._scheduler.log_tail(name, LOG_LINES)
         path = self._output_dir / LOGS / f"{name}.log"
         return f"; its log, {path}, ends:\n{tail.rstrip()}"
@@ -904,8 +907,8 @@ class Job:
         """
         folder = self._output.checkpoint_folder(self._steps)
         (folder / CHECKPOINT_RECORD).unlink(missing_ok=True)
-        # Read the recipe's state before the ranks save: tasks that the recipe yields during the save belong to the
-        # next checkpoint.
+        # Read the recipe's state before the ranks save, because tasks that the recipe yields while they save belong to
+        # the next checkpoint.
         state, tasks = self._recipe_state, self._open_tasks()
         trained = [task_id for task_id, _ in self._trained.values()]
         journal, num_groups = self._journal_position()
@@ -931,7 +934,7 @@ class Job:
                 await self._save()
 
     def _open_tasks(self) -> bytes:
-        """Return the tasks that the recipe yielded and the job has not trained on yet, encoded for a checkpoint.
+        """Return the yielded tasks that the job has not trained on yet, encoded for a checkpoint.
 
         Leave out tasks that the journal of rollouts records. Return `b""` if the recipe has no state, or if msgpack cannot
         encode the tasks.
@@ -1066,10 +1069,11 @@ class Job:
         self._logs.add("evaluation", self._steps, found)
 
     def _take_over_journal(self) -> None:
-        """Continue the unfinished groups of an earlier process, which are in the journal of rollouts.
+        """Continue the unfinished groups that an earlier process recorded in the journal of rollouts.
 
         - Remove groups that ranks have trained on before the checkpoint.
-        - Count the tasks to skip: the earlier process submitted them after it had saved the checkpoint.
+        - Count the tasks that the earlier process submitted after the checkpoint. The job skips them when the recipe
+          yields them again.
         - If there is no checkpoint and the recipe has a position (`Recipe.state`), cancel the groups: the recipe begins
           with its first task, so it yields the tasks of these groups again.
 
@@ -1119,7 +1123,7 @@ class Job:
     async def _submit(self, task: Task, deadline_s: float) -> None:
         """Wait until the staleness bound admits a task, submit the task as one group, and record the group as open.
 
-        Do nothing for a task that the job has to skip.
+        Skip the task if an earlier process has already submitted it; see `_take_over_journal`.
 
         Raises:
             ConfigError: no worker knows the task's workflow.

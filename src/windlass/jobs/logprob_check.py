@@ -114,7 +114,9 @@ def _whole(tensor: object, num_dims: int) -> torch.Tensor | None:
 
 
 def _find(tokens: torch.Tensor, wanted: Sequence[int]) -> list[tuple[int, int]]:
-    """Find a sequence of tokens in `tokens` (B, T). Return (row, column) of its begin, for at most `MAX_PLACES` places.
+    """Find a sequence of tokens in `tokens` (B, T). Return (row, column) of its first token at each place.
+
+    Return at most `MAX_PLACES` places.
 
     A row may be padded, or contain several samples.
     """

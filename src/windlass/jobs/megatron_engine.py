@@ -261,8 +261,8 @@ class MegatronEngine(TrainEngine):
         """Run the forward pass of the next micro-batch. Megatron's schedule calls this with its iterator and model chunk.
 
         Args:
-            num_pieces: number of micro-batches of the step. The schedule divides each loss by this number, so the loss
-                is first multiplied by it.
+            num_pieces: number of micro-batches of the step. The schedule divides each loss by this number, so this
+                method first multiplies the loss by it.
             pieces: iterator over (groups, weight) of the micro-batches.
             chunk: model chunk that computes.
 
@@ -307,9 +307,9 @@ class MegatronEngine(TrainEngine):
     def save(self, path: str) -> None:
         """Save model, optimizer and schedule as Megatron's distributed checkpoint, without states of random generators.
 
-        A job with other parallel sizes may load the checkpoint. With a distributed optimizer, only the number of
-        data-parallel ranks may differ between the two jobs: Megatron 0.16.1 with torch's Adam cannot load the
-        checkpoint format that allows other sizes.
+        A job with different parallel sizes can load the checkpoint. With a distributed optimizer, all sizes except the
+        number of data-parallel ranks must be equal, because Megatron 0.16.1 with torch's Adam cannot load the
+        checkpoint format that allows different sizes.
         """
         Path(path).mkdir(parents=True, exist_ok=True)
         dist_checkpointing.save(self._state(is_loading=False), path)
@@ -332,7 +332,7 @@ class MegatronEngine(TrainEngine):
     def _set_steps(self) -> None:
         """Create torch's Adam states, and give every parameter its own step counter with the value `_num_steps`.
 
-        Do nothing if Megatron uses another optimizer than torch's Adam. `load` calls this before it loads, because
+        Do nothing if Megatron uses an optimizer other than torch's Adam. `load` calls this before it loads, because
         Megatron's distributed optimizer (0.16.1) can only load into existing states. After loading, all parameters share
         one counter tensor, which each step would increase once per parameter. So `load` then calls this again.
         """
@@ -371,7 +371,7 @@ class MegatronEngine(TrainEngine):
         return self._optimizer
 
     def close(self) -> None:
-        """Close the connection to the fleet, and end the groups of Megatron and torch. Idempotent.
+        """Close the connection to the fleet, and destroy the process groups of Megatron and torch. Idempotent.
 
         On a CPU, also undo `without_cuda_tensors`; the effects of `install` stay.
         """

@@ -161,7 +161,7 @@ class Recipe(ABC):
 
         Args:
             config: configuration of the job.
-            controller: controller of the job, which runs already.
+            controller: controller of the job. It is already running.
             scheduler: scheduler that will start the job's processes.
         """
 
@@ -190,15 +190,15 @@ class Recipe(ABC):
         """Return the recipe's position in its tasks, as a value that msgpack can encode; None if there is no state.
 
         Called after each task that `tasks` yields, in the same thread. The job writes the value to its checkpoints. The
-        position must be after the yielded task: the checkpoint also contains all tasks that were yielded and not
-        trained on, and a job that continues from the checkpoint submits these tasks again.
+        position must be after the yielded task, because the checkpoint also contains the yielded tasks that were not
+        trained on. A job that continues from the checkpoint submits these tasks again.
         """
         return None
 
     def load(self, state: Any) -> None:  # noqa: B027 - as above
         """Set the recipe's position in its tasks to a value that `state` returned in an earlier job.
 
-        Called only if the job continues from a checkpoint with such a value: before `tasks`, in the same thread.
+        Called before `tasks`, in the same thread, and only if the job continues from a checkpoint with such a value.
         """
 
     def workflows(self) -> Mapping[str, Workflow]:
@@ -415,7 +415,7 @@ def _run_into(
 
 
 def recipe_error(what: str, error: BaseException) -> WindlassError:
-    """Convert an exception of the recipe to a `WindlassError` with `what`, the name of the recipe's code.
+    """Convert an exception of the recipe to a `WindlassError`. `what` is the name of the recipe's code in the error.
 
     Return a `WindlassError` unchanged. For every other exception, log the traceback, but only once per
     `TRACEBACK_EVERY_S` for exceptions of one type from one line.

@@ -94,7 +94,7 @@ async def replay(
 
     Args:
         http: session with the engine's token.
-        url: address of the engine. It should serve the version of the sample's tokens.
+        url: address of the engine. The engine should serve the version of the sample's tokens.
         sample: the sample.
         sampling: sampling parameters of the sample.
         seed: seed of the sample's rollout; None if it has no seed.

@@ -119,7 +119,7 @@ class Scoring:
             RolloutError: too many rollouts failed in a row (see `MIN_ALIKE`), or the reward failed for a larger share of
                 rollouts than `max_failed_rewards`.
             TrainerError: the ranks could not fetch the tensors of the groups. The rollout controller keeps the groups.
-            WindlassError: the recipe raised an exception, in its tasks or while it scored a group.
+            WindlassError: the recipe raised an exception in `tasks`, or while it scored a group.
         """
         num_groups, left_s = self._config.groups_per_step, self._config.batch_deadline_s
         loop = asyncio.get_running_loop()
@@ -169,8 +169,8 @@ class Scoring:
     def return_groups(self) -> tuple[GroupHandle, ...]:
         """Give the next steps the same groups, in the same order, that steps have taken since the newest checkpoint.
 
-        The steps get the same samples. If a group has large tensors, its answers are generated and scored again, because
-        the job does not keep such tensors.
+        The steps get the same samples. If a group has large tensors, its answers are generated and scored again,
+        because the job does not keep such tensors.
 
         Returns:
             New handles of the groups, see `RolloutController.return_groups`.
@@ -329,7 +329,7 @@ class Scoring:
             group_id: group that is being scored.
             reasons: rollout id -> why its answer is replaced.
         """
-        # Remove the scoring task. It returns an empty list, for which `_scored` would decline the group.
+        # Remove the scoring task: its result will be an empty list, and `_scored` would then decline the group.
         self._scores.pop(group_id, None)
         # The group may have become too old a moment ago, and `_look` has not run since then.
         if group_id in self._rollouts.ready_ids():

@@ -115,7 +115,7 @@ class StockTrainer(WrappedEngine[FsdpEngine]):
         return place
 
     def _load(self, folder: str) -> torch.nn.Module:
-        """Load the model of a checkpoint folder in float32, with the attention and gradient checkpointing of the settings."""
+        """Load a checkpoint's model in float32. Apply the settings `attention` and `gradient_checkpointing`."""
         settings = self._settings
         transformers: Any = importlib.import_module("transformers")
         transformers.logging.disable_progress_bar()
@@ -183,7 +183,7 @@ class StockTrainer(WrappedEngine[FsdpEngine]):
         return found.loss, found.metrics
 
     def _save_whole(self, model: torch.nn.Module, folder: Path) -> None:
-        """Write the weights as a checkpoint that transformers and engines load, with the files of the tokenizer."""
+        """Write a checkpoint that transformers and engines can load, including the tokenizer's files."""
         options = StateDictOptions(full_state_dict=True, cpu_offload=True)
         whole: Mapping[str, Any] = get_model_state_dict(model, options=options)
         if dist.get_rank() == 0:

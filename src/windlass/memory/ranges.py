@@ -37,7 +37,7 @@ def split_pieces(
 
 
 def calls(nbytes: UInt64Array, *, max_pieces: int, max_nbytes: int) -> Iterator[slice]:
-    """Group pieces into native calls. Yield a slice of piece indices per call.
+    """Group pieces for calls of a native function. Yield a slice of piece indices per call.
 
     Args:
         nbytes: (n,) size of each piece.
@@ -93,9 +93,9 @@ def _cut(pieces: Pieces, addresses: UInt64Array, edges: UInt64Array) -> Pieces:
 
 
 def joined_ranges(rows: Iterable[tuple[int, int, int]]) -> list[tuple[int, int, int]]:
-    """Return `rows`, each (owner, start, stop), in sorted order. Join ranges of one owner that touch or overlap.
+    """Sort ranges, and join ranges of the same owner that touch or overlap.
 
-    An owner is any number, for example the index of a parameter.
+    Each row is (owner, start, stop). An owner is any number, for example the index of a parameter.
     """
     joined: list[tuple[int, int, int]] = []
     for owner, start, stop in sorted(rows):

@@ -51,8 +51,8 @@ def room_of(ordinal: int) -> Room:
 def used_nbytes(ordinal: int) -> int:
     """Return the bytes of GPU `ordinal` that all processes use; for -1, the resident host memory of this process.
 
-    If the bytes cannot be read, for example because this process has no file descriptor left, return 0 and do not
-    raise: the figure is only for a report.
+    If this number cannot be read, for example because this process has no file descriptor left, return 0. Do not raise,
+    because the number is only for a report.
     """
     try:
         if ordinal < 0:

@@ -89,7 +89,7 @@ def role_token(secret: str, role: Access) -> str:
 
 
 def role_environment(secret: str, role: Access) -> dict[str, str]:
-    """Return environment variables with the tokens that a process of this role needs; no variables without a secret.
+    """Return environment variables with the tokens that a process of this role needs. Empty if `secret` is empty.
 
     An engine or a worker also gets the token that authorises a worker's requests to engines. A worker also gets the
     token that authorises an agent's requests to the worker.

@@ -186,8 +186,8 @@ def address_towards(url: str) -> str:
 
     Raises:
         ConfigError: `url` is invalid; see `check_url`.
-        PeerUnreachable: the host name is unknown, or there is no route to the host. Loopback is not
-            used instead, because peers on other hosts could not reach loopback.
+        PeerUnreachable: the host name is unknown, or there is no route to the host. In these cases, this
+            function does not return a loopback address, because peers on other hosts could not reach it.
     """
     parts = check_url(url, "controller")
     try:

@@ -224,9 +224,9 @@ def _check_is(path: Path, opened: os.stat_result) -> None:
 
 
 def add_checksum(entry: bytes) -> bytes:
-    """Return the line for an entry: the JSON object `entry` with its checksum as an additional last member, and a newline.
+    """Add a checksum to an entry, a JSON object with at least one member, and return the line to write.
 
-    The object must have at least one member.
+    The checksum becomes the last member of the object. The line ends with a newline.
     """
     return entry[:-1] + CHECKSUM % xxhash.xxh3_64_intdigest(entry)
 
@@ -237,7 +237,7 @@ def _has_checksum(line: bytes) -> bool:
 
 
 def write_all(descriptor: int, data: bytes) -> None:
-    """Write all of `data`, with several system calls if the kernel takes only a part of it."""
+    """Write all of `data`, with several system calls if the kernel writes only a part at once."""
     view = memoryview(data)
     while view:
         view = view[os.write(descriptor, view) :]

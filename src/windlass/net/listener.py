@@ -159,7 +159,7 @@ class Listener:
             self._server.close()
 
     def _on_accepted(self, transport: asyncio.Transport, accepted: _Accepted) -> None:
-        """Record a new connection as a stranger, with a timer that drops it, and pass it to aiohttp or begin its TLS handshake.
+        """Record a new connection as a stranger, and start a timer that drops it. Then serve it or begin its handshake.
 
         If there are too many strangers, or the connection has a reserved file descriptor, first drop strangers.
         """

@@ -203,8 +203,8 @@ class Callee(ABC, Generic[CommandT, ResultT]):
     ) -> Reply[ResultT]:
         """Execute a call, store its reply, and return the reply. Blocks until all earlier calls have ended.
 
-        Execute only new calls. A call that was executed before gets the stored reply. A call that arrives too late gets a
-        failure. An `UnreadCall`, which has a command that could not be decoded, gets a failure with the reason `error`.
+        Execute only new calls. A call that was executed before gets the stored reply. A call that arrives too late gets
+        a failure. An `UnreadCall` gets a failure with the reason `error`, because its command could not be decoded.
         """
         command = call.command if isinstance(call, Envelope) else None
         with self._executing:

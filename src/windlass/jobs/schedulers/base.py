@@ -61,7 +61,10 @@ class ProcessSpec(msgspec.Struct, frozen=True, kw_only=True):
             self.check_place(self)
 
     def check_place(self, reserved: ProcessSpec) -> None:
-        """Check that the reservation of process `reserved` contains this process's node and GPUs.
+        """Check that a reservation contains this process's node and GPUs.
+
+        Args:
+            reserved: spec of the process for which the reservation was made.
 
         Raises:
             ConfigError: the node or a GPU is not in the reservation.
@@ -320,7 +323,7 @@ class Scheduler:
         return self.status(spec.name)
 
     async def _reserve(self, spec: ProcessSpec) -> _Process:
-        """Return a new process, not started yet, with the reservation that it uses; see `start`."""
+        """Make a reservation for a process, or choose an existing one; see `start`. Do not start the process."""
         if not spec.colocate_with:
             for other in self._processes.values():
                 # `other` runs in the reservation of an earlier process of this name. Use this reservation again.
@@ -447,7 +450,7 @@ class Scheduler:
         """
         try:
             deletes = (self.delete(name, grace_s=grace_s) for name in list(self._processes))
-            # Wait for every deletion before raising an error: closing the backend kills all processes at once.
+            # Wait for every deletion before raising an error, because closing the backend kills all other processes.
             for error in await asyncio.gather(*deletes, return_exceptions=True):
                 if error is not None:
                     raise error

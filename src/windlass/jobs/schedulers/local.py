@@ -44,8 +44,8 @@ class LocalSchedulerConfig(SchedulerConfig, frozen=True, tag="local"):
         """Check that all processes together reserve no more GPUs than the scheduler has.
 
         Raises:
-            ConfigError: the processes need more GPUs than `gpus` lists. If `gpus` is None, the limit is the GPUs that
-                this process sees.
+            ConfigError: the processes need more GPUs than `gpus` lists. If `gpus` is None, the limit is the number of
+                GPUs that this process sees.
         """
         gpus = visible_gpus() if self.gpus is None else self.gpus
         num_gpus = sum(spec.num_gpus for spec in specs if not spec.colocate_with)
@@ -203,7 +203,7 @@ class LocalBackend(ClusterBackend):
     async def mark(self) -> Mapping[str, str]:
         """Start the watchdog if it does not run yet; return the environment variable that marks processes.
 
-        The watchdog kills every process that has this variable. Return no variable if the backend is not watched.
+        The watchdog kills every process that has this variable. Return an empty mapping if the backend has no watchdog.
 
         Raises:
             PeerTimeout: the watchdog did not start within `START_DEADLINE_S`.

@@ -53,7 +53,7 @@ def wait_for_owner(host: str, port: int, lease: str) -> None:
 
 
 def kill_marked(mark: str) -> None:
-    """Wait until the owner dies, which ends stdin. Then kill processes until none has `mark` in its environment."""
+    """Wait until stdin ends, because the owner has died. Then kill all processes with `mark` in the environment."""
     sys.stdin.read()
     entry = f"{MARK_VARIABLE}={mark}".encode()
     while victims := _carriers(entry):
@@ -63,7 +63,7 @@ def kill_marked(mark: str) -> None:
 
 
 def _carriers(entry: bytes) -> list[int]:
-    """Return the ids of all processes with this entry (`NAME=VALUE`) in the environment that they were started with."""
+    """Return the ids of all processes that were started with this entry (`NAME=VALUE`) in their environment."""
     found = []
     for pid in filter(str.isdigit, os.listdir("/proc")):
         with contextlib.suppress(OSError), open(f"/proc/{pid}/environ", "rb") as environment:

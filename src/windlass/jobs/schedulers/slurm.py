@@ -138,10 +138,10 @@ class SlurmSchedulerConfig(SlurmOptions, SchedulerConfig, frozen=True, tag="slur
         return SlurmBackend(log_dir, self)
 
     def options_of(self, name: str) -> SlurmOptions:
-        """Return the options of a process: the options of every process, then the options of each matching pattern.
+        """Return the options of a process: first the options for all processes, then those of each matching pattern.
 
-        Slurm uses the last value of an option, so a pattern overrides the options of every process. A `prefix` or
-        `gpu_type` of a pattern replaces the earlier value.
+        Slurm uses the last value of an option, so an option of a pattern overrides an option for all processes. A
+        `prefix` or `gpu_type` of a pattern replaces the earlier value.
         """
         found: SlurmOptions = self
         for pattern, added in self.processes.items():
@@ -224,7 +224,7 @@ class SlurmBackend(ClusterBackend):
     async def reserve(self, spec: ProcessSpec) -> str:
         """Submit a Slurm job, and return the job's id. The job may still be queued.
 
-        The job gets a new lease, a secret that its first node sends when it connects to this host.
+        The job gets a new lease: a secret that the job's first node sends when it connects to this host.
 
         Raises:
             ConfigError: `sbatch` refused the job.

@@ -34,7 +34,7 @@ def said(names: Iterable[str]) -> str:
 
 
 def as_argument(names: Sequence[str]) -> str:
-    """Return the source text of a Python tuple of patterns that match `names`, for a message.
+    """Return patterns that match `names`, written as a Python tuple, for a message.
 
     The tuple has at most six patterns. If there are more patterns, the text ends with the number of
     omitted patterns.
@@ -50,9 +50,9 @@ def renaming(
 ) -> str:
     """Return advice for an error about tensors that an engine needs and no trainer has.
 
-    If a wrapper such as FSDP1 or PEFT has changed the trainer's names, the advice says how to remove the wrapper. If
-    exactly one change of the names (of their prefix, or of their last part) finds a trainer tensor for every missing
-    tensor, the advice contains this change as a `name_map`. Otherwise the advice only lists the trainer's names.
+    If a wrapper such as FSDP1 or PEFT has changed the trainer's names, the advice says how to remove the wrapper.
+    Otherwise, try to change the prefix or the last part of the names. If exactly one change finds a trainer tensor for
+    every missing tensor, the advice contains this change as a `name_map`. If not, it only lists the trainer's names.
 
     Args:
         missing: names and shapes of tensors that an engine needs and no trainer has.

@@ -151,7 +151,9 @@ class _Part:
 
 
 def _shards(part: _Part, geometry: Geometry, num_local: int) -> Iterator[PlacedShard]:
-    """Yield the shards of a parameter by the rule's `Cut`. `num_local` is the number of experts on this rank.
+    """Yield the shards of a parameter, divided as the rule's `Cut` describes.
+
+    `num_local` is the number of experts on this rank.
 
     Raises:
         ManifestError: the parameter's shape contradicts the cut.

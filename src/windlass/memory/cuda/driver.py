@@ -281,7 +281,7 @@ class Device:
             _check(code, f"cuCtxEnablePeerAccess({self.ordinal} -> {other.ordinal})")
 
     def allocate(self, nbytes: int) -> int:
-        """Allocate GPU memory by cuMemAlloc, outside torch's memory pool. The caller frees it by `free`.
+        """Allocate GPU memory with cuMemAlloc, outside torch's memory pool. The caller frees it with `free`.
 
         Raises:
             TransferFailed: the GPU has too little free memory.

@@ -102,7 +102,7 @@ class OpPieces(NamedTuple):
 def cut_ops(program: LinkProgram, *, at_source: bool) -> Iterator[OpPieces]:
     """Yield the ops of a link in plan order with their pieces. Both ends cut the payload of an op in the same way.
 
-    Ops that differ only in their offsets share the work of cutting. A mixture of experts has thousands of such ops.
+    Ops that differ only in their offsets are cut once, because a mixture of experts has thousands of such ops.
     """
     position = 0
     cut: dict[object, StructuredArray] = {}

@@ -73,7 +73,7 @@ def copy_ranges(
     deadline_s: float,
     engine_nbytes: int = COPY_ENGINE_NBYTES,
 ) -> None:
-    """Copy ranges once, and wait for the end. For the arguments, see `RangeCopy`.
+    """Copy ranges once, and wait until they are copied. For the arguments, see `RangeCopy`.
 
     Raises:
         TransferFailed: the driver refused a copy; earlier copies have ended.
