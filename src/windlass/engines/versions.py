@@ -107,7 +107,7 @@ def warnings_of(engine: EngineReleases, version: str, device: str = "") -> tuple
 
 
 def has(feature: Feature, version: str) -> bool:
-    """Return True if a release has the feature or may have it, False if the release is known to lack it."""
+    """Return False if a release is known to lack the feature, True if it has or may have the feature."""
     release = _parsed(version)
     # Releases between `missing_in` and `since` were not checked and may have the feature.
     unseen = release[: len(feature.missing_in)] > feature.missing_in

@@ -106,8 +106,8 @@ class BucketFiller:
         """Find places for a tensor, part by part.
 
         Yields:
-            The place of the next part in this bucket; None when this bucket is full. After None the caller must call
-            `close_bucket` before it takes the next place.
+            The place of the next part in this bucket; None when this bucket is full. After None, the caller must call
+            `close_bucket` before it requests the next place.
 
         Raises:
             ConfigError: the name is too long.

@@ -100,7 +100,7 @@ class HostedController:
         started.result()
 
     def _run(self, setup: Callable[[Controller], None], started: Future[None]) -> None:
-        """Run the controller in this thread until `close`. Complete `started` when it runs, with the error if it failed."""
+        """Run the controller in this thread until `close`. Complete `started` when it runs or could not be started."""
 
         async def serve() -> None:
             try:
@@ -214,7 +214,7 @@ class TrainerRanks:
         Args:
             what: name of the message.
             text: content of the message.
-            reason: reason why this rank failed, for ranks that wait for the message.
+            reason: why this rank failed; empty if it did not fail. In other ranks, `hear` raises an error with this reason.
 
         Raises:
             PeerUnreachable: the store cannot be reached.
@@ -229,7 +229,7 @@ class TrainerRanks:
             ) from error
 
     def hear(self, what: str, deadline_s: float) -> str:
-        """Wait for the message `what` of another rank, and return its text. Not collective.
+        """Wait until another rank has sent the message `what`, and return its text. Not collective.
 
         Raises:
             PeerUnreachable: the other rank failed (the error has the reason), the store cannot be reached, or the trainer

@@ -78,12 +78,12 @@ class JoinedServers:
     def _ask(
         self, urls: Sequence[str], deadline_s: float, *, is_probed: bool = False
     ) -> dict[str, WindlassError]:
-        """Send servers the order to join, in parallel, and return failures by URL.
+        """Send the order to join to all `urls` in parallel, and return failures as URL -> error.
 
         Args:
             urls: URLs of the servers.
             deadline_s: seconds within which each server must join.
-            is_probed: whether a server must answer another route within `PROBE_S` before it gets the order.
+            is_probed: whether to check first that a server answers within `PROBE_S`. If it does not, send no order.
         """
         address, failed = self.hosted.address(Access.ENGINE), dict[str, WindlassError]()
 

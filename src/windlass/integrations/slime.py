@@ -174,7 +174,7 @@ class WeightUpdater:
         self._ranks.meet(f"engines/{self._num_connected}", host, self._connect, join, DEADLINE_S)
 
     def _connect(self, address: HostAddress) -> None:
-        """Connect this rank's model to the controller, unless it is connected. Collective over the Megatron ranks."""
+        """Connect this rank's model to the controller if it is not connected. Collective over the Megatron ranks."""
         if self._trainer is not None:
             return
         from windlass.trainers.megatron import connect_megatron_trainer

@@ -604,7 +604,7 @@ _ALLOWED: Mapping[type[inspect.Type], Any] = {
 
 
 def _keys_of(where: str) -> list[str]:
-    """Return the keys that the table at a path such as `engines[0].` may have."""
+    """Return the allowed keys of a table. `where` is the table's path, such as `engines[0].`."""
     table = re.sub(r"\[\d+\]", "", where).rstrip(".")
     return [
         key
@@ -626,7 +626,7 @@ def _convert_path(kind: type, value: object) -> object:
 
 
 def _expand(value: Any, here: str) -> Any:
-    """Return a value of a job file in which `here` (a folder) replaces `HERE`, also in nested lists and tables."""
+    """Return `value` with the folder `here` in place of `HERE` in all texts, also in nested lists and tables."""
     if isinstance(value, str):
         return value.replace(HERE, here)
     if isinstance(value, list):
@@ -668,7 +668,7 @@ def _values(where: str, raw: Any, kind: inspect.Type) -> Iterator[tuple[str, Any
                 if (key := field.encode_name) in raw:
                     yield f"{where}{key}.", raw[key], field.type
         case inspect.UnionType(types=kinds), dict():
-            # The tag of a table names the member of the union.
+            # The tag of a table selects its type in the union.
             for each in kinds:
                 if isinstance(each, inspect.StructType) and raw.get(each.tag_field) == each.tag:
                     yield where, raw, each
@@ -743,7 +743,7 @@ _KINDS = {
 
 
 def _explain(error: msgspec.ValidationError, raw: Mapping[str, Any]) -> str:
-    """Return our error text for a msgspec error about the tables `raw`, with the key, the rule and the wrong value."""
+    """Return Windlass's text for a msgspec error: it names the key, the rule and the wrong value in `raw`."""
     rule, _, place = str(error).partition(" - at `")
     key = place.rstrip("`").removeprefix("$").lstrip(".")
     if lacking := re.fullmatch(r"Object missing required field `(\w+)`", rule):

@@ -134,7 +134,7 @@ def load_rows(path: str, *, name: str = "", split: str = "train") -> Sequence[Ro
             rows = found[split] if isinstance(found, datasets.DatasetDict) else found
         else:
             rows = datasets.load_dataset(path, name or None, split=split)
-    # The library raises errors of many types, including errors of file systems and of the client of the Hub.
+    # The library raises errors of many types, for example from file systems and from the Hub's client.
     except Exception as error:
         raise ConfigError(
             f"data: the data set {path!r} with split {split!r} cannot be loaded: {type(error).__name__}: {error}"

@@ -85,7 +85,7 @@ class DatasetRecipe(Recipe):
         """Return the prompt of a row: the column `data.prompt` as a text or as messages.
 
         Raises:
-            ConfigError: the row has no such column, or the column contains neither a text nor messages.
+            ConfigError: the row lacks this column, or the column contains neither a text nor messages.
         """
         data = self.data
         value = row.get(data.prompt)

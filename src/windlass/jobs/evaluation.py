@@ -26,7 +26,7 @@ async def evaluate(
 ) -> dict[str, float]:
     """Generate answers to the recipe's evaluation tasks, and return the recipe's metrics of these answers.
 
-    The caller must start no update before this function returns.
+    The caller must not start an update before this function returns.
 
     Args:
         controller: controller of the job.
@@ -93,7 +93,7 @@ async def evaluate(
 
 
 async def with_rewards(scorer: Scorer, group: RolloutGroup) -> RolloutGroup:
-    """Score the rollouts of a group. Return a group of the scored rollouts with their rewards; leave out the others."""
+    """Score the rollouts of a group. Return the group with rewards; leave out rollouts that could not be scored."""
     rewards = await scorer.score(group.rollouts)
     scored = tuple(
         msgspec.structs.replace(rollout, reward=reward)

@@ -81,8 +81,8 @@ def micro_batches(
 ) -> list[tuple[Samples, float]]:
     """Cut a rank's groups into micro-batches. Collective over all ranks.
 
-    Every rank returns the same number of micro-batches, because each micro-batch runs collectives. So a rank with too few
-    groups repeats its last group with weight 0.
+    Every rank returns the same number of micro-batches, because training on a micro-batch runs collectives. So a rank with
+    too few groups repeats its last group with weight 0.
 
     Args:
         groups: groups of this rank.

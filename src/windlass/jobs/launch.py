@@ -252,8 +252,8 @@ async def _run_in(
 def _check_last_update(summary: JobSummary, version: int) -> None:
     """Raise WindlassError if the job's last version (`version`) was not published. Do nothing if a signal stopped the job.
 
-    With replicas, the last update may end while the job closes the ranks. No other code checks the result of this
-    update.
+    If the trainers publish from replicas, the last update may end while the job closes the ranks. No other code checks
+    the result of this update.
     """
     if not summary.stopped_by and summary.version < version:
         raise WindlassError(
@@ -1494,7 +1494,7 @@ def _ranks(config: LaunchConfig) -> list[ProcessSpec]:
 
 
 def room_deadline_s(config: LaunchConfig) -> float:
-    """Return the longest time in seconds that the job waits for the staleness bound to admit another task.
+    """Return the maximum time in seconds until the staleness bound admits another task.
 
     At the staleness bound, the job waits for the next version. The result is the sum of the deadlines of everything that
     may happen before a version is published: a batch and its scores, fetching large tensors, a step, a checkpoint, an

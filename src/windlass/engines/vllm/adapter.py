@@ -106,7 +106,7 @@ def _the_only(worker: Any) -> int:
     """Return vLLM's id of the adapter that the worker serves.
 
     Raises:
-        UnsupportedLayout: the worker serves no adapter or several.
+        UnsupportedLayout: the worker does not serve exactly one adapter.
     """
     numbers: set[int] = worker.list_loras()
     if len(numbers) != 1:

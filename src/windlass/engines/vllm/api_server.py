@@ -83,9 +83,9 @@ def note_adapters(modules: Sequence[Any] | None) -> None:
 def extend_api_server() -> None:
     """Patch `init_weight_transfer_engine` and `update_weights` of vLLM's `AsyncLLM` (0.24, 0.32). Idempotent.
 
-    With Windlass's weight-transfer backend, the first method orders the ranks of all replicas to join the trainer's fleet. If the
-    replicas run their steps together, the second method pauses all replicas before it calls vLLM's own method. With
-    another backend, the patched methods only call the original methods.
+    The patched `init_weight_transfer_engine` orders the ranks of all replicas to join the trainer's fleet. If the replicas
+    run their steps together, the patched `update_weights` pauses all replicas before it calls vLLM's method. If the server
+    does not have Windlass's weight-transfer backend, both only call vLLM's methods.
     """
     from vllm.v1.engine.async_llm import AsyncLLM
 
@@ -139,13 +139,13 @@ async def _join_trainer(engine: Any, order: JoinOrder) -> None:
 
 
 def settings_of(engine: Any, order: JoinOrder) -> AgentSettings:
-    """Return the settings with which all ranks carry out an order to join.
+    """Return the settings that all ranks need for an order to join.
 
     If the server has no adapter, leave `checkpoint` empty: each rank sets it to the checkpoint's folder on its own host.
 
     Raises:
-        ConfigError: the server has several adapters, the server has an adapter and several replicas of a model with
-            experts, the order names another model, or this host does not have the model.
+        ConfigError: the server has several adapters, the order names another model, or this host does not have the
+            model. It is also raised if a server with an adapter has several replicas of a model with experts.
         UnsupportedLayout: updates cannot change the whole adapter.
     """
     # Import here, because the module `checkpoint` imports torch.
@@ -184,8 +184,8 @@ async def join_ranks(
 
     All ranks capture their layouts, this process checks the layouts, and then all ranks join.
 
-    If the engine is held until this controller sends a version (see `held_server`), do nothing. The blocked loop could not
-    carry out an order, and the ranks need no order to reconnect to the controller.
+    Do nothing if the engine is held until `settings.controller` sends a version (see `held_server`). In this case the
+    ranks cannot carry out an order, because the core's loop is blocked. They reconnect to the controller by themselves.
 
     `engine` is vLLM's `AsyncLLM`. For the other arguments see `RankOrder`.
 

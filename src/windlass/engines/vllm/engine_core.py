@@ -342,7 +342,7 @@ def _prepare_order(core: Any, step: str) -> None:
     Before a capture, create `own_core.calls` (unless it exists), and clear the encoder cache.
 
     Raises:
-        RuntimeError: memory that the order needs is asleep. A capture needs all memory. A join needs only the weights.
+        RuntimeError: the order needs memory that now sleeps. A capture needs all memory. A join needs only the weights.
     """
     from vllm.v1.engine.core import EngineCoreProc
 
@@ -367,7 +367,7 @@ def _enter_at_look_ups(namespace: Namespace) -> None:
 
         return looked_up
 
-    # With some connectors, vLLM 0.32 calls the second method.
+    # With some connectors, vLLM 0.32 calls `get_computed_blocks_for_connector`.
     for name in ("get_computed_blocks", "get_computed_blocks_for_connector"):
         if name in vars(KVCacheManager):
             setattr(KVCacheManager, name, entering(vars(KVCacheManager)[name]))
@@ -405,7 +405,7 @@ def load_current_entries(connector: Any, namespace: Namespace) -> None:
         return (None, loads_later) if count is None else (0, False)
 
     connector.get_num_new_matched_tokens = get_num_new_matched_tokens
-    # If a connector supports several groups of caches, vLLM calls the second method.
+    # If a connector supports several groups of caches, vLLM calls `request_finished_all_groups`.
     for name in ("request_finished", "request_finished_all_groups"):
         finished = getattr(connector, name, None)
         if finished is not None:
@@ -473,7 +473,7 @@ def _set_version(core: Any, told: list[int | None]) -> None:
 def _update_in_hold(
     core: Any, call: Callable[..., list[Any]], timeout: float | None, info: dict[str, object]
 ) -> list[Any]:
-    """Hold the core's loop while the workers run vLLM's `update_weights`; return the workers' results.
+    """Block the core's loop while the workers run vLLM's `update_weights`; return the workers' results.
 
     If `info` has the key `whole`, call `receive_weights` in the workers instead.
     """
@@ -485,7 +485,7 @@ def _update_in_hold(
         if told.pop(WHOLE, False):
             return int(min(call(_receive_in_worker, timeout, (told,))))
         found = call(_HOLDS, timeout, (), {"update_info": told})
-        # The client sets the version in its own call at the end of the update.
+        # The client sets the version after the update, in a separate call.
         return -1
 
     hold(core, update)
@@ -506,8 +506,8 @@ def hold(core: Any, held: Callable[[str], int]) -> None:
     """Pause vLLM's `EngineCore` between two steps, run `held`, and set the version of later tokens. Called in the core's loop.
 
     `held` gets the new cache namespace, blocks the workers while weights change, and returns the version that the engine
-    then serves (negative to set no version). If the server sleeps, wake its weights before `held`, and its KV cache
-    afterwards.
+    then serves (negative to set no version). If the server sleeps, wake its weights before calling `held`, and its KV
+    cache afterwards.
     """
     rests = is_at_rest(core)
     with _scheduler_paused(core):

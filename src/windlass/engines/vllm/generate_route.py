@@ -267,7 +267,7 @@ def _check(request: _Request, scope: Message) -> None:
 
 
 def _sampling(request: _Request) -> dict[str, object]:
-    """Return the sampling parameters under vLLM's names, which are the same in both of vLLM's routes."""
+    """Return the sampling parameters under vLLM's names. Both of vLLM's routes use these names."""
     sampling = request.sampling_params
     structure = {
         "json": sampling.json_schema,

@@ -125,7 +125,7 @@ def _require_token_file() -> None:
     vLLM's channels between hosts are not encrypted, so no host sends the token to another.
 
     Raises:
-        ConfigError: this process has no certificate, and the token is missing or not in a file.
+        ConfigError: this process has neither a certificate nor a file with the token.
     """
     control_token()
     if not environment_value(TOKEN_FILE_VARIABLE) and not has_certificate():

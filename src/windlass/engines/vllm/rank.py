@@ -135,7 +135,7 @@ def _collect_draft_tensors(
     weights: Iterator[tuple[str, torch.Tensor]],
     drafts: list[tuple[str, torch.Tensor]],
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield all tensors, and add the tensors of layers for multi-token prediction to `drafts`.
+    """Yield all `weights`. Also append the tensors of the multi-token-prediction (MTP) layers to `drafts`.
 
     In a checkpoint, these layers have higher numbers than the model's layers, or the prefix `mtp.`.
     """
@@ -228,7 +228,7 @@ class _DirectCopies(TorchFunctionMode):
 
     @contextmanager
     def where_needed(self) -> Iterator[None]:
-        """Enter this mode for the `with` block, if the model's loader may need it.
+        """In the `with` block, apply this torch function mode if the model's loader may need it.
 
         The mode adds seconds to every load. So if a load makes no direct copies, later loads do not use the mode.
         """
@@ -266,7 +266,7 @@ class _DirectCopies(TorchFunctionMode):
                 for name, parameter in module.named_parameters(recurse=False)
             }
         module, name = self._places[id(target)]
-        # The parameter's own weight loader may need further arguments, such as an expert's index.
+        # The parameter's original weight loader may need more arguments, such as an expert's index.
         target.weight_loader = default_weight_loader
         make_online_process_loader(module, name)(target, value)
 
@@ -283,8 +283,8 @@ def counted_once(known: SeenTensors) -> Iterator[None]:
     """In the `with` block, cache vLLM's counts of the elements that a weight loader copies.
 
     vLLM's reload (0.24, 0.32) post-processes a layer when all elements of the layer have arrived. To count elements, it
-    calls every weight loader an additional time, on a parameter on the meta device. These calls take a third of a
-    reload's time. With the cache, vLLM makes one such call for all identical layers.
+    calls every weight loader once more, with a parameter on the meta device. These calls use a third of a reload's
+    time. With the cache, vLLM makes one such call for all identical layers.
 
     If a cached count were wrong, vLLM would post-process a layer too early, and capture would notice wrong values.
     """
@@ -337,7 +337,7 @@ _RELOAD = "vllm.model_executor.model_loader.reload"
 
 @contextmanager
 def reloading(model: torch.nn.Module) -> Iterator[None]:
-    """Change vLLM (0.24, 0.32) in the `with` block so that a reload gives the same weights as the first load.
+    """In the `with` block, change how vLLM (0.24, 0.32) reloads weights.
 
     - vLLM reads the `__name__` of each weight loader, but a `functools.partial` (MiniMax-M2) has none. Set it.
     - vLLM 0.32 packs the experts of a layer for its CPU kernel only while the layer's kernel object is None. Set it to

@@ -179,7 +179,7 @@ class WorkerSleep:
         self._copies = {}
 
     def _tensors_to_save(self) -> Iterator[torch.Tensor]:
-        """Yield each tensor in the memory of the weights that an update neither writes nor computes again."""
+        """In the memory of the weights, find each tensor that an update neither writes nor computes again."""
         pages = [found for found in allocations() if found.tag == WEIGHTS]
         caches = cache_storages(self._worker)
         held = (held_by(model, caches).values() for model in models_of(self._worker))

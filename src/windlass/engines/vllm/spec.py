@@ -196,7 +196,7 @@ class VllmServer:
 def require_backend(told: str) -> None:
     """Check the weight-transfer backend of a server that joins a controller.
 
-    `told` is the name of the backend, or the value of `--weight-transfer-config`, whose JSON contains the name.
+    `told` is the backend's name, or the JSON text of `--weight-transfer-config`, which contains this name.
 
     Raises:
         ConfigError: the backend is not Windlass's.
@@ -324,7 +324,7 @@ def follow_quantised(args: Any) -> None:
 def refuse_unsafe_config(
     config: object, *, adapter: bool, serves_own_weights: bool, transport: str
 ) -> None:
-    """Check the resolved configuration of a server against the rules.
+    """Check the resolved configuration of a server against `RULES`.
 
     Args:
         config: vLLM's `VllmConfig`.

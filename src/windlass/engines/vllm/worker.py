@@ -93,10 +93,10 @@ class VllmApi:
             only while its main loops are blocked.
 
         Raises:
-            ConfigError: vLLM has no such mode.
+            ConfigError: vLLM does not support `mode`.
         """
         # If the trainer pauses the server, the trainer's `/update_weights` also wakes a sleeping server. So this agent
-        # treats the server as at rest only if this agent pauses the server in this mode.
+        # treats a sleeping server as at rest only if the agent itself pauses the server in this mode.
         self._rests = self._sleep.is_at_rest and self._pauses_itself(mode)
         if self._rests:
             return True
@@ -221,7 +221,7 @@ class WorkerMethods:
         """Carry out an order of the API server. The main loop calls this between two steps.
 
         Args:
-            step: `RankStep` of the order, which only the EngineCore uses (`engine_core.keep_caches_apart`).
+            step: `RankStep` of the order. Only the EngineCore uses it (`engine_core.keep_caches_apart`).
             encoded: `RankOrder` in JSON.
 
         Returns:
@@ -354,7 +354,9 @@ def _carry_out(worker: Worker, order: RankOrder, rank: int) -> str:
 def _api_for(
     worker: Worker, order: RankOrder, settings: AgentSettings
 ) -> Callable[[], EngineApi] | None:
-    """Return a function that creates this rank's `EngineApi`; None if only the trainer can pause the server, by HTTP.
+    """Return a function that creates this rank's `EngineApi`; None if the agent cannot pause the server.
+
+    If the agent cannot pause the server, the trainer must pause it over HTTP.
 
     The returned function also sets `RankSleep.ask` of this rank, which the agent calls to make the server sleep.
     """

@@ -38,8 +38,7 @@ def colocate(
     """Make TRL's trainers with `vllm_mode="colocate"` update their vLLM through Windlass.
 
     Every rank calls this once, before it creates the trainer. The call applies to all later trainers of this process
-    that generate with `VLLMGeneration`: `GRPOTrainer`, `RLOOTrainer` and others. Trainers with `vllm_mode="server"` do
-    not change.
+    that generate with `VLLMGeneration`, for example `GRPOTrainer`. Trainers with `vllm_mode="server"` do not change.
 
     Each sync is collective over the trainer ranks, as TRL's own sync is. In a sync, the ranks copy their shards into
     vLLM's weights, vLLM verifies digests, and Windlass resets vLLM's prefix cache.

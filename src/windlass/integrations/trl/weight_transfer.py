@@ -100,7 +100,7 @@ class WeightTransfer:
         rollout worker is TRL's own class.
 
         Raises:
-            ConfigError: the `weight_transfer` of `trainer` is another object.
+            ConfigError: `trainer.weight_transfer` is not this object.
         """
         if trainer.accelerator.is_main_process and trainer.weight_transfer is not self:
             raise ConfigError(

@@ -233,7 +233,7 @@ class ShardCheckpointEngine(CheckpointEngine):  # type: ignore[misc]  # verl has
                 set_expandable_segments(True)
 
     def _send(self, engine: BaseEngine, gpu: int) -> Sent:
-        """Connect to the servers at the first call. Then publish the shards, unless `set_servers` got `only_joins`.
+        """Connect to the servers at the first call. Then publish the shards, but not if `only_joins` is set.
 
         For the errors, see `send_weights`.
         """

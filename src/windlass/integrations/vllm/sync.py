@@ -292,8 +292,8 @@ class _Fleet:
         for name in self._joined - served:
             if self._pause is None and self._comes_to_rest(name):
                 continue
-            # For a server that only catches up with the published version, call only `/update_weights`, which blocks the
-            # server's main loop between two steps.
+            # If a server catches up with the published version, do not pause it: `/update_weights` also blocks its main
+            # loop between two steps.
             pause = self._pause if is_news else None
             held = self._holding[name].submit(self._hold, name, version, pause, over)
             if pause is not None:

@@ -188,8 +188,8 @@ def _depth_factor(models: Mapping[str, Sequence[torch.nn.Module]]) -> float:
 def _checking_model(config: Path, dtype: str, device: str) -> torch.nn.Module:
     """Build a model that computes like an engine of this dtype.
 
-    On a CPU, the model's bfloat16 linear layers multiply in float32 and round the product to bfloat16. The result is
-    rounded as in torch's own bfloat16 layers, in a fifth of the time on a CPU without bfloat16 units.
+    On a CPU, the model's bfloat16 linear layers multiply in float32 and round the product to bfloat16. torch's bfloat16
+    layers round in the same way, but take five times as long on a CPU without bfloat16 units.
     """
     model = build_model(config).to(device, torch_dtype(DType(dtype))).eval()
     if device == "cpu" and dtype == "bfloat16":
@@ -255,7 +255,7 @@ def _kept_distances(
     Args:
         model: model of the demo; this function overwrites its weights with the weights of each version.
         weights_of: function that returns the weights of a version.
-        samples: samples with prompts of one length and the same version at each token.
+        samples: samples with equally long prompts and equal `versions`.
     """
     served = torch.tensor([sample.logprobs for sample in samples])
     named = samples[0].versions
@@ -289,7 +289,7 @@ def _fresh_distances(
     Args:
         models: models that run forward passes in parallel, each in its own thread.
         weights_of: function that returns the weights of a version.
-        samples: samples with prompts of one length and answers of one length.
+        samples: samples with equally long prompts and equally long answers.
         progress: function that gets the current number of compared samples.
     """
     named = torch.tensor([list(sample.versions) for sample in samples])
@@ -345,7 +345,7 @@ def _logprobs(
     Args:
         model: model of the demo; this function overwrites its weights with the weights of each version.
         weights_of: function that returns the weights of a version.
-        samples: B samples with prompts of one length and T output tokens.
+        samples: B samples with equally long prompts and T output tokens each.
         versions: T versions, one for each output token.
         kept: whether a version reuses the keys and values that earlier versions computed for earlier tokens.
     """

@@ -550,7 +550,7 @@ def own_config(config: LaunchConfig) -> LaunchConfig:
     """Return the configuration of the second job, which uses the engine's own transfer.
 
     The second job's output folder is `own` in the first job's output folder, and its trainers save versions there. Its
-    engines get new free ports. Everything else equals the first job, `config`.
+    engines get new free ports. Everything else is as in `config`, the first job.
     """
     folder = Path(config.output_dir) / "own"
     source, _, *others = config.trainer.arguments

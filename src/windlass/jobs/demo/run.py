@@ -133,12 +133,12 @@ def check_transport_packages(config: LaunchConfig) -> None:
 
 
 def check_pause_mode(config: LaunchConfig) -> None:
-    """Check that the installed SGLang names the version of every token, if running answers continue after a pause.
+    """If running answers continue after a pause, check that the installed SGLang reports the version of every token.
 
     Do nothing for other engines.
 
     Raises:
-        ConfigError: SGLang names only one version per answer, and the pause mode lets running answers continue.
+        ConfigError: SGLang reports only one version per answer, and the pause mode lets running answers continue.
     """
     server, mode = config.engines[0], config.update.pause_mode
     if server.kind != "sglang" or mode is PauseMode.ABORT:
@@ -308,7 +308,7 @@ class DemoView:
         return Group(self._frame, *filter(None, [self.progress.text()]))
 
     def _training(self) -> Text:
-        """Return the step, the newest reward, a bar for each reward of the newest steps, and the two newest events."""
+        """Return a text with the step, the newest reward, bars for the rewards of the newest steps, and two events."""
         rewards = self._recipe.rewards_by_step
         reward = rewards[-1] if rewards else 0.0
         lines = Text(

@@ -66,7 +66,8 @@ def _padded(rows: Sequence[Sequence[float]], device: torch.device) -> torch.Tens
 def grpo_loss(logits: torch.Tensor, samples: Sequence[TrainingSample]) -> torch.Tensor:
     """Return the clipped policy-gradient loss with group-normalised advantages (GRPO, arXiv:2402.03300).
 
-    The ratio divides the model's probability by the engine's. So it corrects for tokens that older versions generated.
+    The importance ratio is the model's probability of a token, divided by the engine's. It corrects for tokens that older
+    versions generated.
 
     Args:
         logits: logits (B, L, V) or (B, L - 1, V) of the model for `tokens_of(samples)`.
