@@ -66,7 +66,7 @@ async def follow_overview(
     The controller sends data at least every `HEARTBEAT_S` seconds.
 
     Raises:
-        PeerTimeout: the first data did not arrive within `deadline_s`, or the controller then sent nothing for
+        PeerTimeout: the first data did not arrive within `deadline_s`, or later data did not arrive for
             `3 * HEARTBEAT_S` seconds.
         PeerUnreachable: the connection broke, or the controller did not answer.
         ConfigError, AuthenticationError, ProtocolError: see `fetch_overview`.

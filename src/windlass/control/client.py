@@ -245,7 +245,7 @@ class TrainerChannel(AgentChannel):
     def withdraw(self, announced: Announcement) -> bool:
         """Withdraw an announcement, so that the controller begins no round for it. Return False if the session has ended.
 
-        Without a connection, send nothing: the controller has dropped the announcement when the connection ended.
+        Without a connection, send nothing: the controller dropped the announcement when the connection ended.
         """
         with self._lock:
             if self.announced is announced:

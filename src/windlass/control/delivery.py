@@ -157,8 +157,8 @@ class Delivery:
         The round calls this when all commands of WRITE or VERIFY are answered, and then writes these links again.
 
         Returns:
-            First, True if the next write of these links must not count towards `ControlConfig.max_rewrites`. Second,
-            the links.
+            (is_free, links). `is_free` is True if the next write of these links must not count towards
+            `ControlConfig.max_rewrites`.
         """
         return False, frozenset()
 

@@ -571,8 +571,8 @@ class Fleet:
         """End a hold if a late answer shows that the write of the hold has ended.
 
         Late answers arrive after the end of their round. The answer to the write command of a hold ends the hold. If
-        this answer reports a link with an unknown outcome, quarantine the rank that the link leads to. If the answer is a
-        failure with an unknown outcome, quarantine all engine processes of the hold. The answer to a probe also ends the
+        this answer reports a link with an unknown outcome, quarantine the link's destination. If the answer is a failure
+        with an unknown outcome, quarantine all engine processes of the hold. The answer to a probe also ends the
         hold: agents answer in order, so the write has ended or has never begun.
 
         Returns:

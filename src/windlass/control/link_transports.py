@@ -105,7 +105,7 @@ class LinkTransports(LinkAddresses):
         bindings: Mapping[str, DestinationBinding],
         sources: Iterable[str],  # noqa: ARG002
     ) -> dict[str, str]:
-        """Return rank -> reason for each engine rank that has bound memory at an endpoint without an offer."""
+        """Return rank -> reason for each engine rank that has bound memory at an endpoint outside its offers."""
         return {
             worker: f"{worker}: must bind memory only at endpoints that this rank has offered"
             for worker, binding in bindings.items()

@@ -304,7 +304,9 @@ class CatchUps:
     def _failed(
         self, name: str, attempts: _Attempts, donor: frozenset[Identity], reason: str
     ) -> None:
-        """Count a failed attempt. Cancel a task that waits to try again for `name`, and start a new one with a delay.
+        """Count a failed attempt, and start a task that tries again after a delay.
+
+        If an earlier task for `name` still waits, cancel it.
 
         After `MAX_ATTEMPTS` failures, log a warning and start no task.
         """

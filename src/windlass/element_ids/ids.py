@@ -232,7 +232,7 @@ class ElementIds:
     def is_consistent(self) -> bool:
         """Return whether the sampled rows give the pattern of every group of rows.
 
-        If a group contains checkpoint elements, a sampled row of the group must have one at its first place.
+        If a group contains checkpoint elements, a sampled row of the group must start with such an element.
         """
         filled = (self._heads >= 0).any(dim=1)
         sampled = (self._samples[:, :, 0] >= 0).any(dim=1)
