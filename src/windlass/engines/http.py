@@ -43,7 +43,7 @@ class EngineHttp:
     def post(self, path: str, body: object, deadline_s: float | None = API_DEADLINE_S) -> bytes:
         """POST JSON to the server and return the body of the response. Blocks.
 
-        `deadline_s` is None (no limit) only for a request that the server answers at the end of a pause.
+        `deadline_s` is None (no limit) only for a request that the server answers when a pause ends.
 
         Raises:
             PeerTimeout: the server did not answer within `deadline_s`.

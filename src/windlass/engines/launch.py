@@ -77,7 +77,7 @@ from windlass.transports.registry import transport_name
 REACH_DEADLINE_S = 30.0
 """Seconds within which a server must accept connections after its ready line."""
 LOG_DEADLINE_S = 5.0
-"""Seconds that the launcher waits for the rest of the server's log after the server's end."""
+"""Seconds that the launcher waits for the server's last log lines after the server has ended."""
 ANSWER_S = 60.0
 """Seconds that the launcher waits for a server's answer after the deadlines of the join."""
 _PARALLEL = (("tp", "tensor"), ("pp", "pipeline"), ("dp", "data"))
@@ -321,8 +321,8 @@ def attach_running(args: argparse.Namespace) -> int:
     """Order the running server of `--attach` to join a fleet, and print one JSON line.
 
     A rank that has already joined a fleet reuses its captured layout. A rank that never joined a fleet captures its
-    layout now, so it must still have the weights of the checkpoint. If this process ends before the server answers, the server
-    still carries out the order.
+    layout now, so it must still have the weights of the checkpoint. If this process ends before the server answers, the
+    server still carries out the order.
 
     Returns:
         Always 0, the exit status.

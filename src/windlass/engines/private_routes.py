@@ -50,7 +50,7 @@ _OPEN = frozenset(
 )
 """Routes that every client may call."""
 _OPEN_PREFIX = "/v1/"
-"""Beginning of further routes that every client may call, except the routes in `_LOADS`."""
+"""Prefix of more routes that every client may call. The routes in `_LOADS` are exceptions."""
 _LOADS = frozenset({"/v1/load_lora_adapter", "/v1/unload_lora_adapter"})
 _RUN_CODE = frozenset(
     {

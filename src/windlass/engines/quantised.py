@@ -83,7 +83,9 @@ def require_followed(folder: Path, rest: Sequence[str]) -> bool:
 
 
 def is_declared(folder: Path) -> bool:
-    """Return whether a checkpoint might be quantised: it declares a quantisation, or it has no config.json.
+    """Return whether a checkpoint might be quantised.
+
+    Return True if it declares a quantisation or has no config.json.
 
     Raises:
         ConfigError: config.json is invalid.
@@ -115,7 +117,7 @@ def _declared(folder: Path) -> _Quantisation | None:
 
 
 def _scheme(declared: _Quantisation) -> tuple[Scheme | None, str]:
-    """Return the scheme, or None if it is not known. If it is None, the text is the reason; otherwise ignore the text."""
+    """Return (scheme, text). If the scheme is unknown, it is None and the text is the reason. Else ignore the text."""
     method = declared.quant_method.lower()
     if method == "fp8":
         if declared.weight_block_size is None:

@@ -44,8 +44,8 @@ class QuiesceGate:
 
         Args:
             pause_id: id of the pause.
-            deadline_s: seconds to wait until the agent asks for a pause; afterwards the loop continues, and the
-                pause fails. Once the agent has asked, the loop waits without a limit (unless `longest_s` is given),
+            deadline_s: seconds to wait until the agent calls `ask`. If the agent does not call `ask` in this time, the
+                loop continues and the pause fails. After `ask`, the loop waits without a limit (but see `longest_s`),
                 because a step during an update could use weights of two versions.
             longest_s: maximum seconds of each of the two waits (for `ask`, for `end`); None for no maximum. Set this
                 only if the engine's scheduler is paused, so that the loop runs no step after an early return.
@@ -66,10 +66,10 @@ class QuiesceGate:
 
     @contextmanager
     def held(self) -> Iterator[None]:
-        """Count the main loop as blocked inside the `with` block, for an engine that runs its steps in the calling thread.
+        """Count the main loop as blocked inside the `with` block.
 
-        The thread runs no step inside the block. A pause that is open at the end of the block stays open until the
-        agent ends it.
+        Call this if the engine runs its steps in the calling thread, because this thread runs no step inside the block.
+        If a pause is open when the block ends, it stays open until the agent ends it.
         """
         with self.changed:
             self._blocked, self._reached = True, self._asked
@@ -103,9 +103,9 @@ class QuiesceGate:
             self.changed.wait_for(lambda: self._asked != pause_id)
 
     def fail(self, pause_id: str, error: WindlassError) -> None:
-        """Record that the main loop will not be quiesced for this pause, and wake the agent: `wait` raises `error`.
+        """Record that the main loop will not be quiesced for this pause, and wake the agent in `wait`.
 
-        An empty `pause_id` means the pause that the agent asks for now.
+        `wait` then raises `error`. If `pause_id` is empty, this applies to the pause that the agent has asked for.
         """
         with self.changed:
             self._failed = {pause_id or self._asked: error}

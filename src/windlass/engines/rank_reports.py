@@ -248,7 +248,7 @@ class RankReports(ExitStack):
             undo.pop_all()
 
     def gather(self, deadline_s: float) -> list[bytes]:
-        """Wait for the reports of all ranks, and return their bodies in the order of ranks.
+        """Wait for the reports of all ranks, and return their bodies, sorted by rank.
 
         Raises:
             PeerTimeout: a rank has not reported within `deadline_s`; the message names these ranks.
@@ -311,7 +311,7 @@ def capture_layouts(send: SendStep, settings: AgentSettings, secrets: Secrets) -
 def order_step(
     send: SendStep, step: RankStep, settings: AgentSettings, secrets: Secrets
 ) -> list[bytes]:
-    """Order every rank to carry out one step; return the bodies of their reports in the order of ranks.
+    """Order every rank to carry out one step; return the bodies of their reports, sorted by rank.
 
     Raises:
         ConfigError: a setting would make updates wrong; nothing was ordered.

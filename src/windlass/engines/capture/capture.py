@@ -79,11 +79,11 @@ _NOT_REPEATED = (
     "loader does not repeat its post-processing, or the engine was started from another checkpoint"
 )
 _SEEDS = itertools.count(4)
-"""Seeds of random values. Each load takes a new seed, so that no load repeats the values of an earlier load."""
+"""Seeds of random values. Each load uses a new seed, so that no load repeats the values of an earlier load."""
 CAST_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 """dtypes between which updates cast."""
 MAX_EXACT_NUMEL = 1 << 30
-"""Maximum number of elements of a tensor that capture reads at every place: the element numbers take 8 GiB."""
+"""Maximum number of elements of a tensor that capture reads at every place: the element numbers need 8 GiB."""
 
 
 def capture(

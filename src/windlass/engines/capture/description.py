@@ -384,7 +384,8 @@ def _received_dtype(name: str, holding: Holding, parts: Parts) -> DType:
     """Return the dtype that updates send for a tensor.
 
     Usually this is the dtype of the engine's tensor. If the engine's tensor is bfloat16 and its checkpoint tensor is
-    float16, or the reverse, updates send the checkpoint's dtype, because each of the two dtypes lacks values of the other.
+    float16, or the reverse, updates send the checkpoint's dtype, because each of the two dtypes lacks values of the
+    other.
 
     Raises:
         UnsupportedLayout: the checkpoint's dtype is needed, but the checkpoint tensors have several dtypes.
@@ -456,7 +457,7 @@ def _add_parameter(
 def _aliases(name: str, tensor: str, tied: frozenset[str]) -> set[str]:
     """Return the other names under which a checkpoint may have a tied parameter, such as the output matrix.
 
-    The engine and the checkpoint use different prefixes. Take the parameter's other names in the engine, and replace the
+    The engine and the checkpoint use different prefixes. Use the parameter's other names in the engine, and replace the
     engine's prefix with the checkpoint's. For example, `name` is `model.embed.weight`, `tensor` is `embed.weight`, and
     `tied` also has `model.head.weight`. The engine's prefix is then `model.`, and the checkpoint's prefix is empty, so
     return `head.weight`.

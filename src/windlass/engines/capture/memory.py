@@ -97,8 +97,8 @@ def held_by(model: torch.nn.Module, ignored: frozenset[int] = frozenset()) -> Ma
 class Walked:
     """Tensors of a model. The walk that finds them is repeated only if the model has changed since.
 
-    A comparison with the last walk takes a fraction of a walk's time. This object keeps all objects of the last walk alive,
-    so that no other object can have the `id` of one of them.
+    A comparison with the last walk is much faster than a new walk. This object keeps all objects of the last walk
+    alive, so that no other object can have the `id` of one of them.
     """
 
     def __init__(self, model: torch.nn.Module) -> None:
@@ -252,9 +252,9 @@ def _of_array(array: np.ndarray[Any, Any]) -> torch.Tensor | None:
 def _copied(node: Node) -> torch.Tensor | None:
     """Return the elements of an object as a tensor if `_writable` cannot return a tensor with the object's memory.
 
-    Such objects are: bytes-like objects, read-only arrays, arrays in a non-native byte order, tensors in a layout of oneDNN,
-    and weights that torch has packed for a quantised kernel. Return None for any other object, and for a bytes-like
-    object of fewer than 32 bytes.
+    Such objects are: bytes-like objects, read-only arrays, arrays in a non-native byte order, tensors in a layout of
+    oneDNN, and weights that torch has packed for a quantised kernel. Return None for any other object, and for a
+    bytes-like object of fewer than 32 bytes.
     """
     item = node.item
     if node.shape.form is Form.TENSOR:

@@ -75,7 +75,7 @@ class Mirror:
     """A tensor with rows that are copies of rows of the weights named in `sources`.
 
     Attributes:
-        holder: Python object (such as a bytearray) of whose bytes the tensor is a separate copy. `refill` also writes
+        holder: Python object (such as a bytearray); the tensor is a separate copy of its bytes. `refill` also writes
             these bytes. None if the tensor itself shares the engine's memory.
     """
 
@@ -256,8 +256,7 @@ def _holder(holding: Holding) -> object | None:
 def _rival(holding: Holding, mirror: Mirror, sources: Sequence[Holding]) -> str | None:
     """Return the name of another weight that may be the mirror's source, or None.
 
-    Such a weight has the same values as the source, and shares at least as many leading names with the mirror as the
-    source does.
+    A rival has the same values as the source. Its path shares at least as many leading names with the mirror's path.
     """
     if len(mirror.sources) > 1:
         return None
@@ -424,7 +423,8 @@ def _is_slice(places: torch.Tensor, found: torch.Tensor) -> bool:
     """Return whether a copy of a weight's rows looks like a slice or a permutation.
 
     `found` has the row indices in the weight, and `places` the row indices in the copy. In a slice, the step between
-    successive row indices rarely changes. A permutation contains every row of a contiguous range once. Rows that a forward pass has gathered from an embedding by token ids look like neither.
+    successive row indices rarely changes. A permutation contains every row of a contiguous range once. Rows that a
+    forward pass has gathered from an embedding by token ids look like neither.
     """
     steps = torch.stack([places.diff(), found.diff()])
     changes = int((steps[:, 1:] != steps[:, :-1]).any(0).sum()) if len(found) > 2 else 0
@@ -700,7 +700,7 @@ class Later:
             self._watched.changed()
 
     def check_places(self) -> None:
-        """Check that the tensors that updates write have not moved.
+        """Check the addresses of the tensors into which updates write.
 
         Call this only if the model has the same tensors as at the last search.
 
@@ -710,22 +710,22 @@ class Later:
         refuse(self._moved(), _MOVED)
 
     def _moved(self) -> list[str]:
-        """Return the names of the tensors that updates write and that now have another address."""
+        """Return the names of the tensors with a new address, among the tensors into which updates write."""
         return [name for name, (tensor, at) in self._written.items() if tensor.data_ptr() != at]
 
     def _is_unchanged(self) -> bool:
         """Return whether `look` can skip the search, because the model references the same objects as at the last search.
 
-        The tensors that updates write must also have their old addresses. Return False after a full search, because a full
-        search records no signature.
+        Also return False if a tensor into which updates write has moved, and after a full search, because a full search
+        records no signature.
         """
         return self._signature is not None and self._signature.holds() and not self._moved()
 
     def _look(self, *, is_full: bool) -> None:
         """Search new tensors and numbers for copies of weights, and set `mirrors` to the mirrors that exist now.
 
-        A tensor is new if it did not exist at the previous call or had another address. If `is_full` is True, a tensor is
-        also new if it was written since the previous call. Record the state of all tensors for the next call.
+        A tensor is new if it did not exist at the previous call or had another address. If `is_full` is True, a tensor
+        is also new if it was written since the previous call. Record the state of all tensors for the next call.
         """
         held = self._walk_again()
         moved = [
@@ -793,7 +793,7 @@ def _state(holding: Holding) -> _State:
 
 
 def _is_new(now: _State, known: _State | None, *, is_full: bool) -> bool:
-    """Return whether a tensor may have a new value. Compare version counters only if `is_full`.
+    """Return whether a tensor may have a new value. Compare version counters only if `is_full` is True.
 
     `known` is the tensor's earlier state, or None if the tensor did not exist.
     """

@@ -287,7 +287,7 @@ class Reach:
     Attributes:
         nodes: all objects that can contain values, each once; modules of the model first.
         tensors: nodes of tensors, arrays and bytes, in this order: parameters of the model's modules, buffers of the
-            modules, other attributes of the modules, and then the rest.
+            modules, other attributes of the modules, and then all other nodes.
         num_parameters, num_buffers, num_attributes: number of tensors in each of the first three groups.
         empty: empty containers of the model.
         empty_globals: empty containers of classes and Python modules.
@@ -451,7 +451,7 @@ def _uncollected() -> Iterator[None]:
 
 
 def _reached(model: torch.nn.Module) -> Reach:
-    """Walk a model. Add all parameters first, then all buffers, then the other contents of modules, then the rest."""
+    """Walk a model. Add all parameters first, then all buffers, then the other contents of modules, then all else."""
     found = Reach()
     walk = _Walk(found)
     modules = [walk.begin(module, path) for path, module in model.named_modules()]
@@ -531,8 +531,8 @@ class _Walk:
     ) -> None:  # fmt: skip
         """Add a node for an object, unless the walk has found the object before.
 
-        The object of `holder` references `item`; `join` and `key` describe the reference. If `path` is None, the path follows from
-        `holder`, `join` and `key`.
+        The object of `holder` references `item`; `join` and `key` describe the reference. If `path` is None, the path
+        follows from `holder`, `join` and `key`.
         """
         if id(item) in self._seen:
             return

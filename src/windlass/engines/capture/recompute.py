@@ -260,8 +260,8 @@ class Search:
     def _changed_by(self, names: frozenset[str]) -> frozenset[str]:
         """Return the names of the computed tensors that change if the checkpoint tensors in `names` change.
 
-        Load new values for these checkpoint tensors, and the values that led to `base` for all other checkpoint tensors.
-        Then compare the fingerprints with `base`.
+        Load new values for these checkpoint tensors, and the values that led to `base` for all other checkpoint
+        tensors. Then compare the fingerprints with `base`.
         """
         if not names:
             return frozenset()
@@ -415,9 +415,9 @@ class _Part:
     def disturbed(self, sources: frozenset[str]) -> frozenset[str]:
         """Make two trial updates; return the names of tensors that have wrong bytes afterwards or have moved.
 
-        In a trial update, the partial load gets only the tensors in `sources`. The right bytes are the bytes after a load
-        of the whole checkpoint. If the loader raises in a partial load, return all computed tensors. If it raises in
-        a load of the whole checkpoint, raise that error.
+        In a trial update, the partial load gets only the tensors in `sources`. The right bytes are the bytes after a
+        load of the whole checkpoint. If the loader raises in a partial load, return all computed tensors. If it raises
+        in a load of the whole checkpoint, raise that error.
         """
         self.load(self.codes.random(0))
         before = self._fixed(sources)
@@ -449,9 +449,9 @@ class _Part:
                     part[filled] = bits_of(values)
 
     def sources_near(self, names: frozenset[str], level: int) -> frozenset[str]:
-        """Return the names of the checkpoint tensors that are copied into the engine's tensors `names`.
+        """Return the names of the checkpoint tensors that are copied into the engine's tensors in `names`.
 
-        If `level` is above 0, replace `names` by all tensors in the modules that are `level` levels above these tensors.
+        If `level` is above 0, use all tensors in the modules that are `level` levels above the tensors in `names`.
         """
         if level == 0:
             chosen = names & self.copied.keys()
@@ -562,7 +562,7 @@ class _Marks:
     def clear(self, held: Mapping[str, Holding]) -> dict[str, int]:
         """Restore the old values of elements that still have a mark, and return the number of these elements by name.
 
-        Call this after the load, with the model's tensors at that time. The number is -1 for a tensor that no longer
+        `held` has the model's tensors after the load. The number is -1 for a tensor that no longer
         exists.
         """
         found = dict.fromkeys(self._names, -1)

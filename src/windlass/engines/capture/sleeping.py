@@ -38,7 +38,7 @@ def shortage_of(tags: Collection[str], needed: int, free: int | None) -> str:
 
 
 def unfilled(captured: Captured, held: Iterable[Holding]) -> Iterator[Holding]:
-    """Yield each tensor in `held`, unless an update writes or computes all its elements. Sleep must save these tensors.
+    """Yield the tensors in `held` that sleep must save, because an update does not fill them completely.
 
     Args:
         captured: the rank's captured layout.
@@ -57,7 +57,7 @@ def unfilled(captured: Captured, held: Iterable[Holding]) -> Iterator[Holding]:
 
 
 def _loaded_whole(captured: Captured) -> Iterator[str]:
-    """Yield the names of the tensors without padding that the engine's loader writes again after an update."""
+    """Yield the names of tensors without known padding that the engine's loader writes again after an update."""
     if captured.recompute is not None:
         unwritten = captured.recompute.unwritten
         yield from (name for name in captured.recomputed if not unwritten.get(name))

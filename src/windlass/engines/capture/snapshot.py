@@ -305,7 +305,10 @@ class HostCopies:
         self._run(chosen, to_host=False)
 
     def _run(self, chosen: Sequence[int], *, to_host: bool) -> None:
-        """Copy tensors to the host if `to_host`, else their host copies to the GPU. `chosen` has their indices. Wait."""
+        """Copy tensors to the host if `to_host` is True, else copy the host copies to the GPU. Wait for the copies.
+
+        `chosen` has the indices of the tensors.
+        """
         chunks = [chunk for index in chosen for chunk in _chunks(*self._pairs[index])]
         if not chunks:
             return

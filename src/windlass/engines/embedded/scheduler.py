@@ -72,7 +72,7 @@ class Request:
             token. `versions` has the version of the weights that computed the token, and is extended last.
         finish: reason why the generation ended; None until then.
         failure: error message if a token could not be sampled; else empty.
-        generator: generator of a request with a seed; None for the engine's own.
+        generator: random generator of a request with a seed; None for the engine's generator.
     """
 
     rid: str

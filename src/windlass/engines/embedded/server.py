@@ -147,7 +147,7 @@ class EngineServer:
             raise PeerTimeout(f"{where} does not serve after {START_DEADLINE_S} s") from None
 
     async def _generate(self, http: web.Request) -> web.StreamResponse:
-        """Queue a request, and answer at the end of its generation or as a stream.
+        """Queue a request. Answer when its generation has ended, or stream the answer.
 
         Raise ConfigError for an invalid request. The server then answers with status 400.
         """

@@ -149,7 +149,7 @@ def _quiesce_or_fail(order: Quiesce) -> None:
 
 
 def _report_quiesced(order: Quiesce) -> None:
-    """Report to the agent that the main loop is quiesced; block the loop if the order says so."""
+    """Report to the agent that the main loop is quiesced; also block the loop if `order.blocked_s` is given."""
     if order.blocked_s is None:
         this_rank.engine_rank.gate.quiesced(order.pause_id)
     else:
@@ -166,7 +166,7 @@ def _as_refusal(error: Exception) -> WindlassError:
 def own_rank() -> int:
     """Return the rank of this process among all ranks of the server.
 
-    Each data-parallel replica has its own torch.distributed world, so this rank's number in its world is not unique.
+    Each data-parallel replica has its own torch.distributed world, so `dist.get_rank()` alone is not unique.
     """
     return _own_replica() * dist.get_world_size() + dist.get_rank()
 
@@ -188,10 +188,10 @@ def _own_replica() -> int:
 
 
 def _own_sampler() -> int:
-    """Return an index that is equal for all ranks that must sample the same tokens, and different for all others.
+    """Return an index that two ranks share if and only if they must sample the same tokens.
 
-    This is the index of the rank's data-parallel attention group among the groups of all replicas. It is the index of the
-    replica if the release has no such groups.
+    This is the index of the rank's data-parallel attention group among the groups of all replicas. If the release has
+    no such groups, it is the index of the replica.
     """
     try:
         from sglang.srt.runtime_context import get_parallel
@@ -203,7 +203,7 @@ def _own_sampler() -> int:
 
 
 def _carry_out_step(model: torch.nn.Module, order: Step, rank: int, secrets: Secrets) -> bytes:
-    """Capture the layout, or join the fleet, as the order says; return the body of the report.
+    """Carry out the order's step (capture the layout, or join the fleet), and return the body of the report.
 
     The body is a `CapturedLayout` in JSON for a capture, and empty for a join. Before a capture, patch SGLang's
     scheduler, caches and sampler, and set the seed of this rank's replica. After the capture, set `this_rank.saver`,
@@ -256,8 +256,8 @@ def _capture_layout(model: torch.nn.Module, order: Step, rank: int) -> tuple[Cap
     """Capture the layout. Return the layout, and the result of `orders_change_nothing`.
 
     Raises:
-        UnsupportedLayout: see `capture`; or SGLang changes tensors before or after an order, and the engine has
-            pipeline stages.
+        UnsupportedLayout: see `capture`. Or the engine has pipeline stages, and SGLang changes tensors before or after
+            an order.
     """
     settings = order.settings
     captured = capture(

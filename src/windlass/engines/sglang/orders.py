@@ -112,9 +112,10 @@ def session(
 ) -> Iterator[Mapping[str, str | bool]]:
     """Open an update session of SGLang, and yield the fields that the request of every order must contain.
 
-    A caller that knows that the release has no sessions sets `has_sessions` to False, to save a request.
-    At the end of the `with` block, SGLang's ranks post-process weights. The block ends when the ranks of the first
-    pipeline stage have finished the post-processing.
+    If the caller knows that the release has no sessions, it sets `has_sessions` to False to save a request.
+
+    When the `with` block ends, SGLang's ranks post-process weights. The `with` statement waits until the ranks of the
+    first pipeline stage have finished the post-processing.
     """
     # SGLang 0.5.16 has no sessions. Without this field, it would pass an order to a draft model too.
     without = {"disable_draft_model": True}
@@ -202,7 +203,7 @@ class SglangApi:
         sleep: ServerSleep | None = None,
     ) -> None:
         self._sleep, self._has_sessions = sleep, has_sessions
-        # Whether the weights are lost in this pause: the engine takes turns with its trainer.
+        # Whether the weights are lost in this pause, because the engine and its trainer use the GPU memory in turns.
         self._is_turn = False
         self._server, self._world_size, self._num_stages = server, world_size, num_stages
         self._gate, self._blocks = gate, blocks
@@ -212,8 +213,9 @@ class SglangApi:
     def pause(self, mode: PauseMode, deadline_s: float) -> bool:
         """Pause in one of SGLang's own modes; see `EngineApi.pause`.
 
-        SGLang's `abort` waits until the server has sent the answer of every running request. If ranks can end requests
-        themselves, pause with `retract` instead; `quiesce` then orders the ranks to end the requests at `resume`.
+        SGLang's `abort` waits until the server has sent the answer of every running request. So if ranks can end
+        requests themselves, pause with `retract` instead; `quiesce` then orders the ranks to end the requests at
+        `resume`.
 
         With pipeline stages, the main loop of SGLang 0.5.23 continues its steps during a pause. Only the mode `abort` stops
         the steps, because it ends all requests.
@@ -232,7 +234,7 @@ class SglangApi:
             self._ends_requests = False
             return True
         if self._sleep is not None and self._sleep.is_at_rest:
-            # No request runs. Requests that wait begin after the update.
+            # No request runs, and waiting requests begin only after the update.
             mode = PauseMode.IN_PLACE
         self._ends_requests = self._can_end_requests and mode is PauseMode.ABORT
         own_mode = PauseMode.RETRACT if self._ends_requests else mode
@@ -267,7 +269,7 @@ class SglangApi:
             self._server.post(f"/flush_cache?timeout={waits_s}", {}, deadline_s)
 
     def resume(self, deadline_s: float) -> None:
-        """Resume generation; see `EngineApi.resume`. If the round woke the weights, first wake the rest of the memory."""
+        """Resume generation; see `EngineApi.resume`. If the round woke the weights, first wake all other memory."""
         if self._sleep is not None and self._is_turn:
             self._sleep.go_on(deadline_s)
             return

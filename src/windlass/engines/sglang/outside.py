@@ -275,7 +275,7 @@ class OutsideHooks:
         SGLang accepts a flush only if no step runs and no result is outstanding. So no step reads weights after the flush.
 
         Raises:
-            ConfigError: the mode keeps requests. SGLang would not flush their KV cache, which the old weights computed.
+            ConfigError: the mode is `in_place`. SGLang would keep the KV cache, which the old weights computed.
             PeerUnreachable: the server did not flush its caches within `deadline_s`, or it was restarted and its weights
                 have other addresses. Nothing was written.
         """

@@ -284,9 +284,9 @@ def reach_replicas(mixin: Any) -> None:
 def pause_at_once(manager_class: Any) -> None:
     """Patch SGLang's `TokenizerManager` so that a pause in mode `abort` returns when the last request has ended.
 
-    SGLang (0.5.23) aborts all requests and then looks once a second whether they have ended. The patched method waits for
-    the lock that every running request holds. An abort does not end a request that reaches the schedulers later. So the
-    method aborts again if requests still run after 50 ms, then 100 ms, and so on up to 1 s.
+    SGLang (0.5.23) aborts all requests and then checks once a second whether they have ended. The patched method waits
+    for the lock that every running request holds. An abort does not end a request that reaches the schedulers later. So
+    the method aborts again if requests still run after 50 ms, then 100 ms, and so on up to 1 s.
     """
     pause: Callable[..., Awaitable[None]] = manager_class.pause_generation
 
@@ -461,9 +461,10 @@ class SglangMember(Member):
     def before_release(self) -> None:
         """Make the ranks capture their layouts before their memory is freed for the first time.
 
-        Blocks; if a join is in progress, first wait for its end. A capture needs the weights that the server was
-        started with, and only ranks with a layout keep the scheduler paused while the weights are lost. If the capture
-        fails, record the reason. The server then still frees its memory, and refuses every later join.
+        Blocks; if a join is in progress, first wait until it has ended. There are two reasons to capture now: a capture
+        needs the weights with which the server was started, and only a rank with a layout keeps the scheduler paused
+        while the weights are lost. If the capture fails, record the reason. The server then still frees its memory, and
+        refuses every later join.
         """
         with self._is_joining:
             if not self._settings.enable_memory_saver:

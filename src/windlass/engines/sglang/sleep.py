@@ -13,7 +13,7 @@ SGLang frees memory by tag (`weights`, `kv_cache`, `cuda_graph`) at `/release_me
 - With `--enable-weights-cpu-backup`, the weights count as lost unless every byte has come back.
 
 A round needs two requests, because each request costs a passage of SGLang's main loop. The request that maps the weights also
-contains the order to come to rest (`Quiesce`). The request that maps the rest also makes the scheduler run.
+contains the order to come to rest (`Quiesce`). The request that maps all other memory also makes the scheduler run.
 
 A refusal is the field `rid` of SGLang's answer, which is empty otherwise (`report_refusals`).
 """
@@ -385,8 +385,8 @@ class ServerSleep:
 
         Raises:
             ConfigError: `mode` keeps the KV cache.
-            PeerUnreachable, PeerTimeout: the server did not pause, or a rank refused. The pause of this call, if any,
-                has then ended.
+            PeerUnreachable, PeerTimeout: the server did not pause, or a rank refused. If this call paused
+                generation, it has then resumed generation.
         """
         if mode is PauseMode.IN_PLACE:
             raise ConfigError(

@@ -190,7 +190,7 @@ _OF_SLEEP = (
         "weight_cache_mode", ("off",), "SGLang ends when it frees weights that other servers share"
     ),
 )
-"""Further rules for a server with the memory saver."""
+"""Additional rules for a server with the memory saver."""
 _DP_ATTENTION = "--enable-dp-attention"
 _SIZES = ("tp_size", "pp_size", "dp_size")
 
@@ -345,8 +345,8 @@ ENGINE = EngineSpec(
         *("--attention-backend", "triton", "--sampling-backend", "pytorch"),
         *("--grammar-backend", "none", "--disable-cuda-graph", "--skip-server-warmup"),
         *("--skip-tokenizer-init", "--max-running-requests", "256"),
-        # The number of tokens limits the KV cache. The fraction only says how much of the free memory SGLang may use,
-        # and SGLang ends if another process allocates more than the rest while SGLang loads the model.
+        # The number of tokens limits the KV cache. The fraction only limits how much of the free memory SGLang may use.
+        # SGLang ends if other processes allocate the remaining memory while SGLang loads the model.
         *("--max-total-tokens", "65536", "--mem-fraction-static", "0.5"),
     ),
 )
