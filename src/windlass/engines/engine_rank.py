@@ -172,7 +172,7 @@ class RankHooks:
     def _stop(self, api: EngineApi, pause_id: str, mode: PauseMode, deadline_s: float) -> None:
         """Pause the engine, and make its main loops report to `QuiesceGate` when their last step has ended.
 
-        If `api.blocks(mode)`, start a thread that blocks the loops, and do not wait for the loops.
+        If `api.blocks(mode)` is True, start a thread that blocks the loops, and do not wait for the loops.
         """
         # The thread that blocked the loops for the previous pause may not have ended yet.
         if self._blocked is not None:

@@ -542,7 +542,7 @@ def _report_cannot_join(args: argparse.Namespace, reason: str) -> None:
 
 
 def wait_for_server(host: str, port: int) -> None:
-    """Wait until the server accepts connections. The server logs its ready line shortly before that.
+    """Wait until the server accepts connections. The server logs its ready line shortly before it accepts connections.
 
     Raises:
         PeerUnreachable: the server accepted no connection within `REACH_DEADLINE_S`.

@@ -50,7 +50,7 @@ class Rule:
 
 
 def _value_in(text: str, key: str) -> str:
-    """Return the value of a key in a JSON object; empty if the text is no object or lacks the key."""
+    """Return the value of a key in a JSON object; empty if the text is not an object or lacks the key."""
     with suppress(msgspec.MsgspecError):
         return str(msgspec.json.decode(text, type=dict[str, Any]).get(key, ""))
     return ""

@@ -217,7 +217,7 @@ def _secrets_in(folder: str) -> Secrets:
     """Return the secrets that the HTTP process has written into the folder of an order.
 
     Raises:
-        ConfigError: this rank cannot read the folder: it runs on another host or as another user.
+        ConfigError: this rank cannot read the folder, because it runs on another host or as another user.
     """
     try:
         return msgspec.json.decode((Path(folder) / _SECRETS).read_bytes(), type=Secrets)

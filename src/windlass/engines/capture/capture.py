@@ -587,7 +587,7 @@ def _find_read_tensors(loads: _Loads, placed: frozenset[str]) -> frozenset[str]:
 
 
 def _record_reads(loads: _Loads, names: frozenset[str]) -> _Reading:
-    """Load only the checkpoint tensors `names`, and return a `_Reading` with the names that the loader has read."""
+    """Load only the checkpoint tensors in `names`. Return a `_Reading` with the names that the loader has read."""
     with (reading := _Reading()):
         loads.load(reading.over(loads.codes.some(names, 0)))
     return reading

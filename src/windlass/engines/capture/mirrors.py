@@ -437,7 +437,7 @@ def _is_slice(places: torch.Tensor, found: torch.Tensor) -> bool:
 def _part(
     rows: torch.Tensor, places: torch.Tensor, matrix: torch.Tensor, found: torch.Tensor
 ) -> Part:
-    """Return the part that copies rows `found` of `matrix` to rows `places` of `rows`.
+    """Return a `Part` that copies `matrix[found]` to `rows[places]`.
 
     If both ranges of rows are contiguous, return a part of two slices without row indices, because it copies faster.
     """
@@ -450,7 +450,7 @@ def _part(
 
 
 def _rows_in(rows: torch.Tensor, places: torch.Tensor, matrix: torch.Tensor) -> torch.Tensor:
-    """Search `matrix` for the rows of `rows` with the indices `places`. Return each found row's index in `matrix`, or -1.
+    """Search `matrix` for each row of `rows[places]`. Return the row's index in `matrix`, or -1.
 
     Compare each row only with the first row of `matrix` that has the same hash of 8 columns. So the result may be -1
     although a later row of `matrix` is equal.

@@ -388,7 +388,7 @@ class Signature:
         )
 
     def _holds_values(self) -> bool:
-        """Return whether each value is the recorded object. Ignore a new value if the walk enters neither object."""
+        """Return whether each value is the recorded object. Ignore changes between objects that the walk does not enter."""
         ids = self._identities()
         if len(ids) != len(self._ids):
             return False
@@ -653,7 +653,7 @@ class _Walk:
                 self._globals(_globals_of_class(base))
 
     def _functions(self, kind: type) -> None:
-        """Add the functions of a class that have state, for example a decorator's cache in the function's closure."""
+        """Add the functions of a class if they have state, for example a decorator's cache in the function's closure."""
         path = f"{kind.__module__}.{kind.__qualname__}"
         for name, value in vars(kind).items():
             function = _function_in(value)

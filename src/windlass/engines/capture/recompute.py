@@ -436,7 +436,7 @@ class _Part:
         return frozenset(wrong | moved)
 
     def _write(self, names: Iterable[str], seed: int) -> None:
-        """Write the values of a trial update into the tensors `names`, as an update followed by `finalise` would."""
+        """Write the values of a trial update into the tensors in `names`, as an update followed by `finalise` would."""
         held = self.held()
         for name in names:
             memory = held[name].memory()
@@ -605,7 +605,7 @@ def _tensors_in(numbers: ElementIds, codes: Codes) -> frozenset[str]:
 def _nothing_left_over() -> Iterator[None]:
     """Make torch fill new uninitialised tensors with NaN in the `with` block.
 
-    Without this, freed memory of an earlier load might contain the right values by chance.
+    Otherwise, a new tensor might get freed memory of an earlier load, and this memory might contain the right values.
     """
     before = torch.get_deterministic_debug_mode()
     torch.set_deterministic_debug_mode("warn")

@@ -278,7 +278,7 @@ def _capture_layout(model: torch.nn.Module, order: Step, rank: int) -> tuple[Cap
 
 
 def has_sessions() -> bool:
-    """Return whether this release unpacks weights before an order and repacks them after the order; 0.5.16 does not."""
+    """Return whether this release unpacks weights before an order and repacks them after it; SGLang 0.5.16 does not."""
     from sglang.srt.model_loader.loader import DefaultModelLoader
 
     return "restore_weights_before_loading" in vars(DefaultModelLoader)
@@ -386,7 +386,7 @@ def _outdate_caches(namespace: str) -> None:
 def _outdate_own_caches() -> None:
     """Keep later requests from using existing cache entries, because sleep frees the memory of the entries.
 
-    The new namespace is the old one with a mark added, so that all ranks set the same namespace without a message.
+    The new namespace is the old namespace with a mark added. So all ranks set the same namespace without a message.
     """
     _outdate_caches(f"{this_rank.namespace}'")
 

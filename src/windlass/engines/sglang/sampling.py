@@ -148,7 +148,7 @@ def _has_top(output: Any) -> bool:
 def _require_probabilities(probs: torch.Tensor) -> None:
     """Raise UnsupportedLayout unless `probs` are probabilities.
 
-    SGLang's sampler overwrites the logits with probabilities, on CPUs and on Nvidia's GPUs.
+    On CPUs and Nvidia's GPUs, SGLang's sampler overwrites the logits with probabilities; `probs` must be its output.
     """
     sums = probs.float().sum(-1)
     if float((sums - 1).abs().max()) > _TOLERANCE or float(probs.min()) < 0:
