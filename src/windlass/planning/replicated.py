@@ -177,7 +177,7 @@ class Replicated:
     num_runs: int
 
     def period(self, sent_nbytes: int) -> int:
-        """Return the period: the number of turns after which every block was compared once.
+        """Return the period: the number of turns in which every block is compared once.
 
         With this period, a rank digests about `SAMPLE_SHARE` of `sent_nbytes` in a turn. `sent_nbytes` is the number of
         bytes that the busiest rank sends in an update.

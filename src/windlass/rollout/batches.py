@@ -275,8 +275,8 @@ class BatchQueue:
         If no process holds a large tensor of the samples yet, this process holds it. Keep only the newest `KEPT_STEPS`
         batches.
 
-        If `settled` has returned lost samples, the caller must put the step again, with other groups in place of the
-        groups of these samples.
+        If `settled` has returned lost samples, the caller must put the step again, with new groups in place of the
+        groups that contain these samples.
 
         Raises:
             ConfigError: the step has no lost samples and is not greater than all earlier steps; `groups` is empty; or a

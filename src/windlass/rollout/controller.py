@@ -230,8 +230,8 @@ class RolloutController:
             deadline_s: seconds from the first dispatch of the rollout until it fails; None for no deadline.
 
         Raises:
-            ConfigError: the prompt is empty, or contains an invalid token id or message, `sampling` has wrong types, the
-                deadline is not positive, the journal cannot store the metadata, or the controller is closed.
+            ConfigError: the prompt is empty or contains an invalid token id or message; `sampling` has wrong types; the
+                deadline is not positive; the journal cannot store the metadata; or the controller is closed.
             RolloutError: the journal cannot be written.
         """
         work = self._work(sampling, deadline_s, prompt)
@@ -457,7 +457,7 @@ class RolloutController:
         groups in the order of the calls.
 
         Raises:
-            ConfigError: num_groups < 1, or the controller is closed, before or during the call.
+            ConfigError: num_groups < 1, or the controller was closed before or during the call.
             PeerTimeout: fewer than `num_groups` groups were complete within `deadline_s`. The call delivered no group;
                 a later call can deliver the complete groups.
             RolloutError: the journal cannot be written.
@@ -499,8 +499,8 @@ class RolloutController:
 
         Args:
             group_ids: ids of the groups.
-            keep: whether the controller keeps the groups in memory until `acknowledge`, so that `return_groups` can
-                deliver them again.
+            keep: whether the controller keeps the groups in memory until `acknowledge` or `decline`, so that
+                `return_groups` can make them ready again.
 
         Raises:
             RolloutError: the journal cannot be written.
@@ -600,7 +600,7 @@ class RolloutController:
 
         Raises:
             PeerTimeout: no submission would be admitted within `deadline_s`; the error contains the counts.
-            ConfigError: the controller is closed, before or during the call.
+            ConfigError: the controller was closed before or during the call.
         """
 
         def there() -> bool:
@@ -621,7 +621,7 @@ class RolloutController:
 
         Raises:
             PeerTimeout: fewer were registered after `deadline_s` seconds.
-            ConfigError: the controller is closed, before or during the call.
+            ConfigError: the controller was closed before or during the call.
         """
 
         def there() -> bool:
@@ -808,7 +808,10 @@ class RolloutController:
         return parked or slots > MAX_ASSIGNMENTS_PER_DISPATCH
 
     def _usable_engines(self) -> list[EngineTarget]:
-        """Return the routable engines, except engines more than `max_staleness` versions behind the newest engine."""
+        """Return the routable engines that are at most `max_staleness` versions behind the newest engine.
+
+        A routable engine without a version (-1) is always usable.
+        """
         routable = self._engines.routable()
         newest = max((version for _, _, version in routable), default=-1)
         return [

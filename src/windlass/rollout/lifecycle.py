@@ -148,8 +148,8 @@ class Lifecycle:
         self.num_groups = started.num_groups
         groups = self._restore(persisted)
         outcomes = [task.outcome for task in persisted.tasks.values() if task.outcome is not None]
-        # An engine may have served a version shortly before the journal recorded the version. So an outcome may contain
-        # a newer version than the journal's.
+        # An engine may serve a version shortly before the journal records this version. So an outcome may contain a
+        # version that is newer than the journalled version.
         newest = [version for outcome in outcomes for version in outcome.versions()]
         recovered = Recovered(max([started.version, *newest]))
         for group in groups:
@@ -427,7 +427,7 @@ class Lifecycle:
             record.partial = partial
         if self._failed_too_often(record):
             return
-        # This is the lowest version of a running attempt, and no attempt runs during the backoff.
+        # `oldest_version` belongs to a running attempt, and no attempt runs during the backoff.
         record.oldest_version = None
         self.journal.attempted(record)
         self.table.move(record, State.BACKOFF)

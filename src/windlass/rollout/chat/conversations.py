@@ -174,9 +174,10 @@ class Conversations:
         return after if is_kept and all(part in written for part in parts) else ""
 
     def _ends_of_answers(self) -> tuple[str, str]:
-        """Return two texts that the chat template writes.
+        """Return two texts that the chat template writes after answers.
 
-        The first is the text after the last answer of a conversation. The second is the text after every answer.
+        The template writes the first text after the last answer of a conversation, and the second text after every
+        answer.
         """
         if self._ends is None:
             question = Message("user", "x")

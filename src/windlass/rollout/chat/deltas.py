@@ -105,7 +105,7 @@ class Showing:
         self._is_first = True
 
     def tokens_of(self, new: Sequence[GeneratedToken]) -> tuple[Token, ...]:
-        """Return tokens as text."""
+        """Convert tokens: replace each token id by its text."""
         return tuple(
             Token(
                 self._codec.decode([each.token_id]),

@@ -36,7 +36,7 @@ def _usage(choices: Sequence[Choice]) -> tuple[int, int]:
 
 
 def _usage_body(choices: Sequence[Choice]) -> dict[str, int]:
-    """Return the token counts of an answer under OpenAI's names."""
+    """Return the token counts of an answer with OpenAI's field names."""
     prompt, answers = _usage(choices)
     return {
         "prompt_tokens": prompt,
@@ -160,7 +160,7 @@ class ChatReply:
 
 
 def _logprobs(tokens: Sequence[Token]) -> list[dict[str, Any]]:
-    """Return log-probabilities in the form of chat completions and responses."""
+    """Return log-probabilities in the format of chat completions and responses."""
     return [
         {
             **_logprob(token.text, token.logprob),

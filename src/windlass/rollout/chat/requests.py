@@ -411,7 +411,7 @@ def _in_range(name: str, num_top: int) -> int:
 
 
 def _checked(call: Call) -> Call:
-    """Return the call; raise `ConfigError` if it has no prompt, or too many messages, tools or answers."""
+    """Return the call; raise `ConfigError` if its prompt is empty, or if it has too many messages, tools or answers."""
     if call.prompt is None and not call.messages:
         raise ConfigError("messages or input: must not be empty, got []")
     if call.prompt is not None and not call.prompt:

@@ -261,7 +261,7 @@ class ChatServer:
             return _refused(ApiError(error.status, error.reason, "http_error"))
 
     def _authenticate(self, request: web.Request) -> None:
-        """Check the key of a request, and exempt its connection from the limits on strangers; see `Listener.admit`.
+        """Check the key of a request, and admit its connection; see `Listener.admit`.
 
         An ended session accepts only a repetition of the request that set its reward.
 
@@ -277,7 +277,7 @@ class ChatServer:
             raise ApiError(503, NO_ROOM, "no_room", retry=True)
 
     def _session_of(self, request: web.Request) -> ChatSession:
-        """Return the session of a request's key; raise `ApiError` for a wrong key."""
+        """Return the session that has the key of a request; raise `ApiError` for a wrong key."""
         key = _key_of(request)
         session = self._sessions.get(_public_part(key))
         if session is None or not session.is_key(key):
@@ -515,8 +515,9 @@ async def _stream(
 ) -> web.StreamResponse:
     """Call `reply`, and send its server-sent events to the client immediately.
 
-    The stream begins with the first event, or after `STREAM_PING_S`. An error before the stream begins is answered with
-    an HTTP status. If the client disconnects, cancel `reply`, which ends the engine's generation.
+    The stream begins with the first event, or with a comment if there is no event within `STREAM_PING_S`. An error
+    before the stream begins is answered with an HTTP status. If the client disconnects, cancel `reply`; this ends the
+    engine's generation.
     """
     parts = asyncio.Queue[bytes]()
     job = asyncio.ensure_future(reply(parts.put_nowait))

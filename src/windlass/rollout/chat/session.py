@@ -327,7 +327,7 @@ class ChatSession:
     async def _answer(self, call: Call, on_delta: Callable[[Delta], None] | None) -> list[Choice]:
         """Generate and record the answers, see `answer`. If an answer fails, remove the turns of all answers.
 
-        A `RolloutError` also ends the attempt, unless the engine refused the request.
+        If the engine refuses the request, the attempt continues. Every other `RolloutError` ends the attempt.
         """
         prompt = await self._prompt(call)
         sampling = self._within_context(call.sampling, len(prompt.ids))
