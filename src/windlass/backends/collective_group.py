@@ -314,9 +314,11 @@ class TorchBroadcastGroup:
     def finish(self, slot: int, deadline_s: float) -> None:
         """Finish the broadcast of buffer `slot`. Work that the caller queues after this call may read the buffer.
 
-        On rank 0, this work may also overwrite the buffer. With `gpu` and NCCL, this call returns at once and ignores
-        `deadline_s`: later work in the stream of `gpu` waits for the broadcast, and `drain` reports a late broadcast.
-        Otherwise this call waits until the broadcast has ended. If no broadcast of this buffer was started, do nothing.
+        On rank 0, this work may also overwrite the buffer. If no broadcast of this buffer was started, do nothing.
+
+        With `gpu` and NCCL, this call returns at once and ignores `deadline_s`. Later work in the stream of `gpu` waits
+        for the broadcast, and `drain` reports a late broadcast. In all other cases, this call waits until the broadcast
+        has ended.
 
         Raises:
             TransferFailed: a member has ended, or this call waited longer than `deadline_s`. The group is then broken.

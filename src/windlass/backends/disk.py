@@ -159,7 +159,7 @@ class DiskReceiver:
     def connect(self, plan: TransferPlan, mode: UpdateMode) -> DestinationBinding:  # noqa: ARG002
         """Bind the plan to a shadow copy.
 
-        Return a binding that names the folder and has no addresses for a source to write to.
+        Return a binding that names the folder and contains no memory addresses.
         """
         refuse_transforms(self._destination.manifest.worker, plan)
         self._destination.bind(plan, shadow=True, staged=False)

@@ -129,8 +129,7 @@ def read_index(folder: Path, version: int, worker: str) -> DiskIndex:
     """Return the index that a rank wrote for a version.
 
     Raises:
-        TransferFailed: the index or its file does not exist, the index is incomplete, the index belongs to another
-            version or rank, or the file's size differs from the size in the index.
+        TransferFailed: the index or its file is missing or incomplete, or the index belongs to another version or rank.
     """
     home = version_folder(folder, version)
     path = home / f"{quote(worker, safe='')}.json"
@@ -220,8 +219,8 @@ def _file_chunks(
 def _elements(shard: Shard, address: int, dtype: DType, memory: MemoryOps) -> Iterator[memoryview]:
     """Yield the bytes of a shard's elements, in row-major order.
 
-    Yield a contiguous shard in host memory as one view. Copy other shards block by block into one host buffer: the next
-    block overwrites the block that was yielded before.
+    Yield a contiguous shard in host memory as one view. Copy all other shards block by block into one host buffer. Each
+    block overwrites the block before it.
 
     Args:
         shard: the shard.

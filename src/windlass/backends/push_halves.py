@@ -246,8 +246,8 @@ class PushReceiver:
             PlanError: a tensor does not belong to this rank's model or has another shape, or its
                 dtype cannot be cast. The rank then leaves the group before the broadcast, so that the
                 leader's broadcast fails at once instead of at its deadline.
-            TransferFailed: the group was not formed or has failed, the broadcast failed, or two tensors that the engine
-                stores as one (tied weights) have arrived with different values.
+            TransferFailed: the group was not formed or has failed, the broadcast failed, or tied weights have arrived
+                with different values.
         """
         group = self._groups.get(name)
         if group is None or group.broken:

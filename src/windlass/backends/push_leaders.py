@@ -75,10 +75,10 @@ class PushOrder:
 
     @asynccontextmanager
     async def turn(self, leader: int, number: int) -> AsyncIterator[None]:
-        """Wait for the turn of call `number` of `leader`, run the block, and grant the next turn.
+        """Wait until it is the turn of call `number` of `leader`, run the block, and pass the turn to the next call.
 
-        The order is: call 0 of leader 0, call 0 of leader 1, and so on, then call 1 of leader 0. Leaders that have ended
-        are skipped.
+        The order is: call 0 of leader 0, call 0 of leader 1, and so on, then call 1 of leader 0. If a leader has ended,
+        skip it.
 
         Raises:
             RoundAborted: the turn has passed or was requested before, or `fail` was called.
@@ -188,9 +188,8 @@ class PushDelivery(Delivery):
     def survives_failure(self, phase: Phase) -> bool:
         """Return whether the round continues for the other engines after one engine has failed in `phase`.
 
-        In PREPARE and VERIFY, return False. In WRITE, return True: the leader's call reports the failure and marks the
-        update as failed, so the round publishes nothing when the leaders end it. From APPLY on, return True: the round
-        leaves out only the failed engine.
+        In PREPARE and VERIFY, return False. In WRITE, return True: the leader's call marks the update as failed, so the
+        round will publish nothing. From APPLY on, return True: the round leaves out only the failed engine.
         """
         return phase not in {Phase.PREPARE, Phase.VERIFY}
 

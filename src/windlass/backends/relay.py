@@ -50,8 +50,8 @@ def find_relay_groups(
     """Return the relay groups: disjoint groups of at least two engine ranks, all from different engines.
 
     All ranks of a group can send, and they store the same boxes at the same places of their parameters. An engine with
-    a transport that writes by GPU kernels (`strided_stores`) joins no group. If the trainers have such a transport, or
-    `backend.relay` is off, there are no groups.
+    a transport that writes by GPU kernels (`strided_stores`) joins no group. There are no groups if the trainers have a
+    transport of this kind, or if `backend.relay` is off.
     """
     if backend.relay is RelayShape.OFF or _stores_by_kernels(trainers):
         return ()
@@ -194,8 +194,8 @@ class RelayDelivery(Delivery):
         """Record that a member has answered `Relay` with `Relayed`, and record the incomplete links from the answer.
 
         Return None if `result` is not the answer to `Relay`. Otherwise return the measures, the links that the member has
-        written, the ranks that may still get late bytes, and commands for the members that `worker` did not reach. These
-        commands tell the members not to wait for `worker`.
+        written, and the ranks that may still get late bytes. Also return commands to members to which `worker` could not
+        connect, so that they do not wait for `worker`.
         """
         if not isinstance(command, Relay) or not isinstance(result, Relayed):
             return None
@@ -228,9 +228,9 @@ class RelayDelivery(Delivery):
             self._running.discard(worker)
 
     def link_failed(self, link: Link) -> tuple[Order, ...]:
-        """Return the command that tells the link's destination not to wait for the link's source.
+        """Return the command that tells the destination of the link not to wait for the source.
 
-        Return no command if the destination no longer carries out `Relay`. The round writes the link again later.
+        Return () if the destination does not carry out `Relay` any more. The round writes the link again later.
         """
         return self._skip(link[0], (link[1],))
 

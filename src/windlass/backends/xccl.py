@@ -509,7 +509,7 @@ def cut_buckets(
 
     Args:
         manifest: layout of the rank's parameters.
-        programs: links of the rank. Bytes that several links read are sent once; bytes that no link reads are not sent.
+        programs: links of the rank. Each byte is sent once, even if several links read it. Other bytes are not sent.
         capacity_nbytes: maximum size of a bucket, a multiple of `ALIGNMENT`.
 
     Returns:

@@ -725,8 +725,8 @@ class RelaySource:
     ) -> Written:
         """Write to the roots of all relay groups. At the same time, the sender writes to all other destinations.
 
-        This rank does not write to members below the roots. Their outcome OK means only that the link is packed and has a
-        digest. Each of these members reports in `Relayed` whether its bytes have arrived.
+        This rank does not write to members below the roots. For these members, OK means only that the link is packed and
+        has a digest. Each of these members reports in `Relayed` whether its bytes have arrived.
 
         Raises:
             RoundAborted: this rank has no link to one of the destinations.
@@ -954,7 +954,7 @@ class RelayRound:
             self._children[name].end_stripe(stripe)
 
     def on_disconnect(self, upstream: str) -> None:
-        """Record that the connection of an upstream ended without `End`: its process begins no further writes."""
+        """Record that the connection of an upstream ended without `End`. Its process begins no more writes."""
         if upstream in self._left:
             self._disconnected.add(upstream)
         self.on_end(upstream, unknown=False)

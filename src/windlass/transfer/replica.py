@@ -61,7 +61,7 @@ class CopyTimes:
 def replica_of(
     manifest: ShardManifest, asked: ReplicaPlace, transport: OneSidedTransport, threads: Executor
 ) -> Replica | None:
-    """Make the replica that the argument `replica` of `connect_trainer` requests. Return None for OFF.
+    """Return a new replica, as requested by `connect_trainer(replica=...)`. Return None for OFF.
 
     Args:
         manifest: manifest of the rank.
@@ -167,7 +167,8 @@ class Replica:
         Args:
             on_taken: function to call when the weights have been copied and may change. With None, the weights must not
                 change until the round has ended, and they may be copied several times.
-            version: number of the version. `is_taken` raises RoundAborted for any other version. None accepts all.
+            version: number of the version. `is_taken` raises RoundAborted if it gets a different version. With None, it
+                accepts all versions.
             stream: handle of a GPU stream. The copy waits only for work that is in this stream at the time of the call.
                 With None, the copy waits for all work that this process has queued on the GPU.
         """
@@ -290,13 +291,13 @@ class Replica:
         try:
             self._copy.queue()
         finally:
-            # Wait after an error too: a queued part of the copy may still read the sources, and the trainer may change
-            # the sources after this method has returned or raised.
+            # Wait after an error too, because a queued part of the copy may still read the sources. The trainer may
+            # change them once this method has returned or raised.
             gpu.finish(OWN_WORK_S)
         return step_s
 
     def taken(self, version: int | None = None) -> None:
-        """Record that `version` is copied and packed completely, and call `on_taken`. The weights may then change."""
+        """Record that all weights of `version` are copied and packed. Call `on_taken`; the weights may then change."""
         self._taken = self._whole = True
         self._holds = version
         if self._on_taken is not None:

@@ -437,8 +437,8 @@ def _reflowed(
 ) -> Iterator[_Piece]:
     """Reshape a piece: from dim `dim` on, the tensor has the sizes `new` instead of `old`. Yield the resulting pieces.
 
-    Usually the piece stays one piece. If it is not a box in the new shape, or if torch cannot view it in the new shape,
-    cut it along an old dim, and yield the pieces of all parts.
+    Usually the result is one piece. If the piece is not a box in the new shape, or if torch cannot view it in this shape,
+    cut the piece along an old dim, and reshape each part.
     """
     offsets, sizes, num_dims = piece.box.offsets, piece.box.sizes, len(old)
     low, held = offsets[dim : dim + num_dims], sizes[dim : dim + num_dims]

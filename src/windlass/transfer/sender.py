@@ -245,10 +245,12 @@ class Sender:
         """Write the links to `destinations`, and return their outcomes and times. Idempotent.
 
         The writes begin in the order of `destinations`. Trainer ranks with the same destinations should use different
-        orders; see `windlass.planning.order`. If a link is written again, it is packed again first, because the arena
-        may have been overwritten or damaged; its digest must be the same as in `prepare`. With a replica, no link is
-        packed again, because the weights may have changed. If the deadline passes before the write of a link begins, the
-        link is FAILED and not UNKNOWN, because none of its bytes was sent.
+        orders; see `windlass.planning.order`. If the deadline passes before the write of a link begins, the link is
+        FAILED and not UNKNOWN, because none of its bytes was sent.
+
+        Before a link is written again, it is packed again, because the arena may have been overwritten or damaged. The
+        digest must be the same as in `prepare`. With a replica, no link is packed again, because the weights may have
+        changed.
 
         Args:
             version: number of the version that `prepare` has prepared.
@@ -279,7 +281,7 @@ class Sender:
     def packed(self, destination: str) -> PackedBytes | None:
         """Return the packed bytes of a planned link; None if it is not packed as a whole.
 
-        Call this inside a block of `reading`. The result is valid until the end of the block.
+        Call this inside a block of `reading`. The result is valid only inside this block.
         """
         return self._packed.get(destination)
 
@@ -290,8 +292,8 @@ class Sender:
     def failed(self, name: str, error: BaseException, arena: Buffer | None) -> LinkOutcome:
         """Return the outcome of the link to `name` after its write raised `error`.
 
-        If the error leaves the outcome of the write unknown, abandon the memory that the write may still read. This
-        memory is the replica if there is one, and otherwise `arena`.
+        If the outcome is UNKNOWN, the write may still read its source memory, so abandon this memory. It is the replica
+        if there is one, and otherwise `arena`.
         """
         status, reason = status_of(error), f"{type(error).__name__}: {error}"
         if not isinstance(error, WindlassError):

@@ -79,8 +79,8 @@ class SenderBinding:
         """Replace all links with the links of a plan part (`TransferPlan.parts`). Allocate and register the arena.
 
         Raises:
-            PlanError: the plan was made for another layout, a destination has no binding, or the arena is too small:
-                with a replica, it must hold all packed payloads at once.
+            PlanError: the plan was made for another layout, a destination has no binding, or the arena is too small. With
+                a replica, the arena must hold all packed payloads at once.
             BindingsRefused: some destinations offer memory that cannot be written, or use another digest algorithm.
             RegionError, TransferFailed: memory cannot be registered or allocated.
         """
@@ -165,7 +165,7 @@ class SenderBinding:
         """Abandon the memory that a write of unknown outcome may still read. Return whether the arena was abandoned.
 
         With a replica, only mark the replica as in doubt; `settle_doubt` abandons replica and arena later. Without a
-        replica, abandon `arena`, unless it was abandoned before.
+        replica, abandon `arena`. Do nothing if it is already abandoned.
         """
         if self.replica is not None:
             # Later writes of this round still read the copy. `settle_doubt` abandons it before the next round.

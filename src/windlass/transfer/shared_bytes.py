@@ -18,8 +18,7 @@ def refuse_shared_bytes(manifest: ShardManifest, addresses: Sequence[int]) -> No
     """Raise if two parameters store different elements in the same bytes.
 
     A view of another parameter is accepted, and so is a tied weight with two names. Large strided shards with overlapping
-    address ranges are not checked. If two such shards share bytes of different elements, `verify` of an update finds
-    wrong digests.
+    address ranges are not checked. If they share bytes of different elements, `verify` of an update finds wrong digests.
 
     Args:
         manifest: manifest of the rank.

@@ -121,8 +121,8 @@ class SourceMemory:
         """Drop all earlier links and their digests, locate the parameters, and bind a plan part (`TransferPlan.parts`).
 
         Raises:
-            PlanError: the plan was made for another layout or quantises; a destination has no binding; or the
-                parameters cannot be located, see `locate`.
+            PlanError: the plan was made for another layout or quantises, or a destination has no binding; see also
+                `locate`.
             BindingsRefused: this rank's parameters are on a GPU and a destination's are in host memory, or vice versa.
         """
         self.close()
@@ -154,9 +154,9 @@ class SourceMemory:
             Whether a parameter has moved since the last call; True at the first call.
 
         Raises:
-            PlanError: the number or the sizes of the parameters differ from the manifest; the parameters are on several
-                GPUs, or both on a GPU and in host memory; or the parameters have moved to another GPU, or between GPU
-                and host memory, while links are bound.
+            PlanError: the number or the sizes of the parameters differ from the manifest.
+            PlanError: the parameters are not all on one GPU or all in host memory.
+            PlanError: while links are bound, the parameters have moved to another GPU, or between GPU and host memory.
         """
         now = self._parameters()
         addresses = addresses_of(now)

@@ -93,7 +93,7 @@ class StoredLinks:
         self._bindings |= used
 
     def prepare(self, located: tuple[ParameterMemory, ...], replica: Replica | None) -> None:
-        """Build and upload the tables of new links. If an address that the kernels read has changed, rebuild all tables.
+        """Build and upload the tables of new links. If a source address of the kernels has changed, rebuild all tables.
 
         With a replica, first copy the parameters into the replica; the kernels then read the copies.
 

@@ -172,7 +172,7 @@ def _peft_layers(top: torch.nn.Module) -> Iterator[_PeftLayer]:
         )
         if kind:
             parameters = cast("torch.nn.Module", children[kind]).parameters()
-            # Include names outside of the layer, because a tied base may be published under such a name.
+            # Include names outside of the layer, because a tied base may be published under one of these names.
             bases = tuple(name for p in parameters for name in names[id(p)])
             yield _PeftLayer(f"{path}." if path else "", layer, kind, bases)
 
@@ -181,7 +181,7 @@ def _refuse_base(layer: _PeftLayer, base: str, published: Collection[str]) -> No
     """Check that each active adapter of a layer with a published base is merged, published or without effect.
 
     Raises:
-        PlanError: an adapter is none of these.
+        PlanError: an adapter is not merged, not published, and has an effect.
     """
     for adapter in layer.adapters:
         own = layer.own(adapter)
@@ -212,7 +212,7 @@ def _refuse_tied(layer: _PeftLayer, base: str, merged: Mapping[str, set[int]]) -
         merged: for all layers, name of a base parameter -> result of `merged_parameters`.
 
     Raises:
-        PlanError: such an adapter was found.
+        PlanError: an adapter is merged into a base that is tied in this way.
     """
     here = layer.merged_parameters()
     other = next((name for name in layer.bases if merged.get(name, set()) != here), None)
@@ -361,8 +361,8 @@ def _apart(one: torch.Tensor, other: torch.Tensor) -> bool:
 def refuse_rewritten(module: torch.nn.Module, tensors: Mapping[str, torch.Tensor]) -> None:
     """Raise if `module.state_dict()` returns other values than the published tensors have.
 
-    Only code outside of torch can change the values: a hook of `state_dict`, or a class that overrides it. Do not call
-    `state_dict` if the module has neither, or if it contains FSDP1.
+    Only code outside of torch can change the values: a hook of `state_dict`, or a class that overrides it. Do nothing if
+    the module has neither hook nor override, or if it contains FSDP1.
 
     Args:
         module: the trainer's module.

@@ -207,15 +207,18 @@ class TransportSet(OneSidedTransport):
     def _joined(
         self, span: tuple[int, int], parts: dict[str, MemoryRegion], refused: RegionError | None
     ) -> MemoryRegion:
-        """Return one region with the rights of all members that registered the range `span`.
+        """Join the regions of several transports into one region.
 
-        `parts` has the members' regions by name, and `refused` is the error of a member that refused the range.
+        Args:
+            span: the range (address, nbytes).
+            parts: transport name -> its region, for each transport that has registered the range.
+            refused: error of a transport that refused the range, if any.
 
         Raises:
             RegionError: no member can make the range writable by peers.
         """
-        # If a transport has the trait `allocates`, a region without a key is memory that the transport did not allocate.
-        # Peers cannot write this region through the transport; it is only a source of writes.
+        # With the trait `allocates`, peers can write only memory that the transport has allocated. All other regions have
+        # an empty key, and are only sources of writes.
         remotes = [
             region.remote
             for name, region in parts.items()

@@ -152,9 +152,9 @@ class OneSidedTransport(Protocol):
 
         Args:
             region: registered region. The caller begins no more writes with it.
-            released: called as soon as no native call of this transport uses the memory: before
-                `unregister` returns, or later in any thread, or never if the transport cannot know.
-                This function must not register, write or close.
+            released: called as soon as no native call of this transport uses the memory. This may happen
+                before `unregister` returns, or later in any thread. If the transport cannot find out whether
+                a call has ended, it never calls `released`. This function must not register, write or close.
 
         Raises:
             RegionError: the region is not registered; `released` is not called.

@@ -100,7 +100,7 @@ class NetworkConfig(TransportConfig, frozen=True):
             gpu: GPU ordinal that replaces the configured one; -1 to keep the configured one.
 
         Raises:
-            ConfigError, PeerUnreachable: this machine has no such address; see `own_address`.
+            ConfigError, PeerUnreachable: this machine has no address on that route; see `own_address`.
         """
         return msgspec.structs.replace(
             self,
@@ -526,7 +526,7 @@ class NetworkTransport(RegionTransport, Generic[PeerT]):
             raise TransferFailed(f"{deadline.purpose}: the transport is closed")
 
     def _forget_ended(self) -> None:
-        """Close and remove peers that have ended and have no unfinished calls. The caller holds the lock.
+        """Close and remove each peer that has ended, unless it has unfinished calls. The caller holds the lock.
 
         If another thread is about to write to a removed peer, `refuse_open` raises in that thread.
         """

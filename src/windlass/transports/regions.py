@@ -100,8 +100,8 @@ def check_batch(table: RegionTable, batch: WriteBatch, transport: str) -> None:
     """Check a batch before its first byte is sent.
 
     Raises:
-        RegionError: the columns differ in length; a piece is empty, outside local registered memory, or
-            outside the published regions; or a region belongs to another endpoint or transport.
+        RegionError: the columns differ in length, or a region belongs to another endpoint or transport.
+        RegionError: a piece is empty, outside local registered memory, or outside the published regions.
     """
     if batch.endpoint.transport != transport:
         raise RegionError(

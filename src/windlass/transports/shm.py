@@ -338,8 +338,8 @@ def _open(path: str, target: str) -> _MappedSegment:
         if not fcntl.fcntl(handle, fcntl.F_GET_SEALS) & fcntl.F_SEAL_SHRINK:
             raise RegionError(f"shm: the segment at {path} must be sealed against shrinking")
         found = os.fstat(handle)
-        # A write to a missing page would allocate the page for this process, so a malicious owner could make
-        # this process allocate any amount of memory.
+        # A write to a missing page would allocate the page at the cost of this process. A malicious owner could
+        # then make this process allocate any amount of memory.
         if found.st_blocks * 512 < found.st_size:
             raise RegionError(f"shm: all pages of the segment at {path} must be allocated")
         # MAP_POPULATE maps all pages now. Otherwise the first write would cause a page fault for each page.

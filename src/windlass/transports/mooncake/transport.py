@@ -343,8 +343,8 @@ class MooncakePeer(NetworkPeer):
         """
         engine = self._engine.started.engine
         if not self._answered:
-            # If a peer never answers, the first read from it keeps a lock of the engine for a minute,
-            # which blocks first reads from other peers. A probe takes no lock.
+            # If a peer never answers, the first read from it keeps a lock of the engine for a minute.
+            # First reads from other peers would have to wait for this lock. A probe takes no lock.
             code = engine.send_probe(self.endpoint.address)
             if code != 0:
                 return code
@@ -572,8 +572,8 @@ def _parse(endpoint: PeerEndpoint) -> tuple[str, int, str, bool]:
     """Parse the incarnation of a peer.
 
     Returns:
-        The token in hex; an address in the peer's memory that this process can read; the address of the liveness
-        listener; and whether the peer's memory contains the token at that memory address.
+        (token in hex, readable address in the peer's memory, address of the liveness listener, whether the memory at the
+        readable address contains the token).
 
     Raises:
         PeerUnreachable: the incarnation or `endpoint.address` is malformed.

@@ -274,7 +274,7 @@ def native_agent(name: str, wire: NixlWire, device: str) -> NativeAgent:
         api = _module("_api")
     except ImportError as error:
         raise TransportUnavailable(f"nixl: cannot be loaded ({error})") from error
-    # NIXL logs the start of every agent at INFO.
+    # NIXL logs each agent at INFO.
     for logger in (logging.getLogger("nixl"), api.logger):
         logger.setLevel(logging.WARNING)
     try:
