@@ -321,7 +321,8 @@ class TorchBroadcastGroup:
         has ended.
 
         Raises:
-            TransferFailed: a member has ended, or this call waited longer than `deadline_s`. The group is then broken.
+            TransferFailed: the process of a member has ended, or this call waited longer than `deadline_s`. The group is
+                then broken.
         """
         started, self._works[slot] = self._works[slot], None
         if started is None:

@@ -201,7 +201,7 @@ class DiskReceiver:
 
     @staticmethod
     def _explain(path: Path, expected: str) -> None:
-        """Log whether a refused file has changed since the trainer rank wrote it. `expected`: digest in its index."""
+        """Log whether a refused file has changed since the trainer rank wrote it. `expected`: digest from the index."""
         try:
             found = file_digest(path)
         except OSError as error:

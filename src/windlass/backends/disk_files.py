@@ -120,7 +120,7 @@ def write_shards(
             if older.name != name:
                 older.unlink(missing_ok=True)
     except OSError as error:
-        # No reader opens this file, because the index names the new one. `prune` tries again.
+        # No reader opens an older file, because the index names the new one. `prune` tries again.
         _log.warning("an older file of version %d could not be deleted: %s", version, error)
     return index
 

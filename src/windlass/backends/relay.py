@@ -246,7 +246,7 @@ class RelayDelivery(Delivery):
         return self._skip(worker, self._children[worker])
 
     def _skip(self, upstream: str, children: Iterable[str]) -> tuple[Order, ...]:
-        """Return a command `SkipUpstream` for each of `children` that still carries out `Relay`."""
+        """Return a `SkipUpstream` command for each child that still carries out `Relay`."""
         notice = SkipUpstream(upstream)
         return tuple(
             Order(child, notice, expects_reply=False)

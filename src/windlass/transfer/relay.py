@@ -487,7 +487,8 @@ class ChunkWriter:
         earlier = tuple(self._jobs)
 
         def end() -> None:
-            # The pool starts jobs in order, so all earlier jobs have a thread already. This wait cannot block them.
+            # The pool starts jobs in order, so all earlier jobs have a thread already. This wait therefore cannot block
+            # them.
             wait(earlier)
             lost = any(job.exception() is not None for job in earlier)
             if self._sender is not None:
@@ -928,7 +929,7 @@ class RelayRound:
         return min(self._deadlines[writer].remaining_s for writer in self._left)
 
     def expire(self, joined: Collection[str]) -> None:
-        """Stop waiting for upstreams that have timed out, and record their chunks as missing (`on_end`).
+        """Stop waiting for upstreams that have timed out, and record their chunks as missing; see `on_end`.
 
         `joined` contains the accepted writers. If one of them times out, it may still be writing.
         """
@@ -1128,7 +1129,7 @@ class RelayNode:
             self._listener.refuse(round_id, upstream)
 
     def interrupt(self, round_id: RoundId | None = None) -> None:
-        """Make `run` return, even if it begins only after this call.
+        """Make `run` return early. If `run` is called later for this round, it also returns early.
 
         `round_id` is the round to interrupt; None for the round that runs now, if any.
         """

@@ -169,8 +169,8 @@ class Replica:
                 change until the round has ended, and they may be copied several times.
             version: number of the version. `is_taken` raises RoundAborted if it gets a different version. With None, it
                 accepts all versions.
-            stream: handle of a GPU stream. The copy waits only for work that is in this stream at the time of the call.
-                With None, the copy waits for all work that this process has queued on the GPU.
+            stream: handle of a GPU stream. The copy waits only for the work that this stream contains now. With None, the
+                copy waits for all work that this process has queued on the GPU.
         """
         self._drop_step()
         if self._gpu is not None and stream is not None:
@@ -191,8 +191,9 @@ class Replica:
         """Return whether the weights may have changed since they were copied. `prepare` must then use the copy.
 
         Raises:
-            RoundAborted: `version` is not the version that `begin` got. Or the weights may have changed, and the copy
-                cannot be used, because it lacks parameters of new links or because `end` was called.
+            RoundAborted: `version` is not the version that `begin` got.
+            RoundAborted: the weights may have changed, and the copy cannot be used, because it lacks parameters of new
+                links or because `end` was called.
         """
         if None not in (version, self._version) and version != self._version:
             raise RoundAborted(

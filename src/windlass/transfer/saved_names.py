@@ -112,7 +112,7 @@ def saved_parts(
     Args:
         model: transformers model, sharded or not. The parts have the names of its tensors.
         held: parts of all parameters. A tied parameter has one part per name.
-        owner: (num_held,) index of the first part of the same parameter.
+        owner: (num_held,) for each part, the index in `held` of the first part of the same parameter.
 
     Returns:
         One list of boxes per part. Offsets and strides are in elements.
@@ -159,7 +159,8 @@ def unstack(rules: Sequence[StackedRule], part: HeldPart) -> list[PlacedShard]:
     a matching rule, the parameter is a checkpoint tensor of the same name. Offsets and strides are in elements.
 
     Raises:
-        ManifestError: a rule matches a parameter that does not have three dims, or whose rows cannot be divided evenly.
+        ManifestError: a rule matches a parameter that does not have three dims, or that cannot be divided into as many
+            equal parts as the rule stacks tensors.
     """
     for rule in rules:
         layer = rule.match(part.name)

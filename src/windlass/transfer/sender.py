@@ -141,7 +141,7 @@ class Sender:
     def end_version(self) -> None:
         """End the version that `begin_version` began. Later calls no longer read its weights; see `Replica.end`.
 
-        Wait for a running copy. Do nothing without a replica.
+        First wait until a running copy has ended. Do nothing without a replica.
         """
         if self.replica is not None:
             with self._lock:
@@ -152,7 +152,10 @@ class Sender:
     def connect(
         self, plan: TransferPlan, bindings: Sequence[DestinationBinding]
     ) -> GroupOffer | None:
-        """Replace all links with the links of a plan part; see `SenderBinding.connect`. Return None (no group)."""
+        """Replace all links with the links of a plan part; see `SenderBinding.connect`.
+
+        Return None, because one-sided writes need no broadcast group.
+        """
         with self._lock:
             self._forget()
             self._binding.connect(plan, bindings)

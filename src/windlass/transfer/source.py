@@ -155,7 +155,7 @@ class SourceMemory:
 
         Raises:
             PlanError: the number or the sizes of the parameters differ from the manifest.
-            PlanError: the parameters are not all on one GPU or all in host memory.
+            PlanError: the parameters are on several GPUs, or some are on a GPU and others in host memory.
             PlanError: while links are bound, the parameters have moved to another GPU, or between GPU and host memory.
         """
         now = self._parameters()

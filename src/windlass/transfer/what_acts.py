@@ -248,7 +248,7 @@ def _refuse_others(layer: _PeftLayer, published: Collection[str]) -> None:
 
 
 def _scales(layer: Any, adapter: str) -> tuple[float, float]:
-    """Return the present scale of a LoRA adapter and the scale from its rank and alpha; (1, 1) for other adapters."""
+    """Return the current scale of a LoRA adapter and the scale from its rank and alpha; (1, 1) for other adapters."""
     held = vars(layer)
     if any(adapter not in held.get(name, ()) for name in ("scaling", "r", "lora_alpha")):
         return 1.0, 1.0
@@ -336,7 +336,7 @@ def _originals(module: torch.nn.Module) -> Iterator[tuple[int, str]]:
 
 
 def _computes(owner: torch.nn.Module, attribute: str, original: torch.Tensor) -> bool:
-    """Return whether a module computes an attribute as a tensor with memory of its own.
+    """Return whether a module computes an attribute as a tensor that does not share memory with `original`.
 
     Args:
         owner: the module.

@@ -147,8 +147,8 @@ class OneSidedTransport(Protocol):
 
         An unfinished native call of this transport may still use the memory: another thread waits for the call, or its
         outcome is unknown. The memory must then stay allocated until the call ends. If no unfinished call uses the
-        memory, `released` is called at once. Do not unregister a region during a `write` that uses the region. The
-        `write` may make several native calls, and `released` could be called between two of them.
+        memory, `released` is called at once. Do not unregister a region during a `write` that uses the region, because
+        the `write` may make several native calls, and `released` could be called between two of them.
 
         Args:
             region: registered region. The caller begins no more writes with it.

@@ -53,10 +53,10 @@ def connections_to(ports: frozenset[int]) -> frozenset[Connection]:
 
 
 def new_mark() -> int:
-    """Return a number of SYN retries that marks the sockets of a library. It differs from the system's default.
+    """Return a value of TCP_SYNCNT (number of SYN retries) that differs from the system's default.
 
-    Some libraries let the caller set no socket option except TCP_SYNCNT. The caller sets this option to the mark.
-    `end_connections` can then find all sockets of the library.
+    The caller sets this value for a library that accepts no other socket option. It marks all sockets of the library, so
+    that `end_connections` can find them.
     """
     with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as fresh:
         default: int = fresh.getsockopt(socket.IPPROTO_TCP, socket.TCP_SYNCNT)

@@ -90,7 +90,10 @@ class LivenessListener:
         self._clients.clear()
 
     def _serve(self) -> None:
-        """Accept connections, and send the incarnation over each, until `close`. Run in the listener's thread."""
+        """Accept connections, and send the incarnation over each. Return after `close` is called.
+
+        This method runs in the listener's thread.
+        """
         while True:
             try:
                 client, _ = self._listener.accept()

@@ -272,7 +272,7 @@ class NetworkPeer(ABC):
         """Begin one native call, and wait until it has ended.
 
         Args:
-            begin: function that starts the call. It runs while this thread holds the lock of the peer.
+            begin: function that begins the call. It runs while this thread holds the lock of the peer.
             deadline: deadline of the call.
 
         Raises:

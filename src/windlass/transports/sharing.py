@@ -12,7 +12,7 @@ def share(jobs: Iterable[Callable[[], object]], threads: Executor, num_helpers: 
     """Run all jobs, in this thread and in up to `num_helpers` threads of the executor.
 
     Before this function returns or raises, all started jobs have ended. After a job raises, no more jobs start. If the
-    executor is busy, a helper thread may start so late that all jobs are taken. It then does nothing.
+    executor is busy, a helper thread may start so late that no job is left. It then does nothing.
 
     Raises:
         BaseException: the exception of the first job that raised.

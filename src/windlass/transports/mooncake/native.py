@@ -232,8 +232,8 @@ def open_devices(*, mark: bool) -> set[str]:
     """Return the RDMA devices that this process has opened, except devices that an earlier call marked.
 
     `start_engine` marks all open devices before it starts an engine, to find the devices that the engine opens.
-    The mark is a signal number that is set on the open file (F_SETSIG) and never sent. File descriptor numbers cannot
-    replace the mark. If another thread destroys an engine, devices of the new engine can get the same numbers.
+    The mark is a signal number that is set on the open file (F_SETSIG) and never sent. Numbers of file descriptors cannot
+    replace the mark: after another thread has destroyed an engine, devices of a new engine can get the same numbers.
 
     Args:
         mark: whether to mark the returned devices.

@@ -158,8 +158,8 @@ class _Engine:
         """
         starts, sizes = [start for start, _ in steps], [stop - start for start, stop in steps]
         code = self.started.engine.batch_register_memory(starts, sizes)
-        # The engine checks for overlaps before it registers a range. Other errors may come after some ranges are
-        # registered, so unregister these.
+        # If ranges overlap, the engine registers none of them. After any other error, unregister the ranges that it has
+        # registered.
         if code not in (0, _OVERLAP):
             self.unpin(starts)
         return code
