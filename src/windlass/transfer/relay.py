@@ -223,7 +223,7 @@ class Ended(Enum):
 
     Attributes:
         DISCONNECTED: a connection ended without `End`. Bytes in the operating system of the writer may still arrive.
-        INTERRUPTED: this rank must stop its part in the round.
+        INTERRUPTED: this rank must leave the round.
     """
 
     DISCONNECTED = auto()
@@ -247,7 +247,7 @@ class RelayReceiver:
     """Listener of one engine rank, with a thread that reads from the writers. Thread-safe.
 
     It accepts a writer that sends the right secret, unless the writer's round is older than the round of the newest
-    `begin`, or was closed by `end`. Each accepted writer gives the events of its round exactly one `End` or
+    `begin`, or was closed by `end`. For each accepted writer, the events of the round contain exactly one `End` or
     `DISCONNECTED`.
 
     Args:

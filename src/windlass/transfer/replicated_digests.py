@@ -36,7 +36,7 @@ class _Cut(NamedTuple):
     Attributes:
         memory: memory that contains the pieces.
         rows: (n,) row of each box in the rank's `HELD`.
-        addresses: index of each parameter with such a piece -> address of the parameter.
+        addresses: index of a parameter that contains pieces -> address of the parameter.
         chunks: prepared digests, one per box in the order of `rows`.
     """
 

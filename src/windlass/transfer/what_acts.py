@@ -1,6 +1,6 @@
-"""Refuses parameters with other values than the values that the model computes with or saves.
+"""Refuses a parameter if the model computes with other values, or saves other values.
 
-If such a parameter is published, engines serve another model than the trainer trains. There are four cases:
+Otherwise engines would serve another model than the trainer trains. There are four cases:
 
 - A PEFT layer adds an adapter to its base. The base is the original layer inside the PEFT layer.
 - `modules_to_save` of PEFT uses a trained copy of a module instead of the original module.

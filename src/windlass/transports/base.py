@@ -30,7 +30,7 @@ class MemoryRegion:
         address: virtual address in this process.
         nbytes: size in bytes.
         remote: right to write the memory, for peers.
-        alternatives: rights to write the same memory through further transports.
+        alternatives: rights to write the same memory through other transports.
     """
 
     address: int

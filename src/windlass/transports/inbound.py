@@ -23,9 +23,9 @@ Connection = tuple[Hashable, Hashable]
 """Address of this process and address of the peer, as the kernel returns them."""
 
 OPENING = threading.Lock()
-"""Lock that a transport holds during its start. A port that opens while the lock is held belongs to this transport."""
+"""Lock that a transport holds while it starts. A port that opens while the lock is held belongs to this transport."""
 BACKOFF = Backoff(0.001, 0.1)
-"""Pauses between two looks at the sockets that a library must close."""
+"""Pauses between two checks of the sockets that a library must close."""
 MAX_SYN_RETRIES = 127
 """Largest number of SYN retries that Linux accepts."""
 

@@ -26,7 +26,7 @@ from windlass.transports.peers import PeerEndpoint
 INCARNATION_NBYTES = 16
 """Number of ASCII characters of an incarnation."""
 _MAX_CLIENTS = 4096
-"""Maximum number of connections of a listener; it closes further ones at once."""
+"""Maximum number of connections of a listener. The listener closes additional connections at once."""
 ACCEPT_AGAIN_S = 0.1
 """Pause in seconds after a failed `accept`."""
 RECONNECT_S = 1.0

@@ -34,8 +34,8 @@ class RemoteRegion(msgspec.Struct, frozen=True):
         endpoint: process that owns the memory.
         address: virtual address in that process.
         nbytes: size in bytes.
-        key: further data that the transport needs for a write, such as a segment name or an rkey;
-            empty if it needs none.
+        key: data that the transport also needs for a write, such as a segment name or an rkey; empty
+            if it needs none.
     """
 
     endpoint: PeerEndpoint
@@ -49,7 +49,7 @@ class MappedRegion:
     """Region of a peer that is mapped in this process.
 
     Attributes:
-        start, stop: begin and end of the region, as addresses in the peer's process.
+        start, stop: range of the region, as addresses in the peer's process.
         shift: address in this process minus address in the peer's process.
     """
 

@@ -62,16 +62,17 @@ MAX_PIECES = 1 << 24
 """Maximum number of pieces of a request."""
 MAX_ANSWER_NBYTES = 1 << 16
 HEAD_S = 5.0
-"""Seconds within which a writer must send the head of its request, which has the deadline of the rest."""
+"""Seconds within which a writer must send the head of its request. The head contains the deadline of the rest."""
 ANSWER_S = 5.0
-"""Seconds within which a writer must take the answer."""
+"""Seconds within which a writer must receive the answer."""
 CLOSE_S = 10.0
 """Seconds that `close` waits for running reads."""
 MAX_EXPORTED_NBYTES = 1 << 24
 """Maximum size of the exported memory's description in a request."""
 HEAD = struct.Struct("<QdQ")
-"""Number of pieces, seconds that the reader may take, and bytes of exported memory (`GpuReads.exports`), which follow.
-Then three columns of uint64 follow: addresses in the reader's process, addresses in the writer's process, and sizes."""
+"""Head of a request: number of pieces, seconds until the reader's deadline, and number of bytes of `GpuReads.exports`.
+These bytes follow the head, and then three columns of uint64: addresses in the reader's process, addresses in the
+writer's process, and sizes."""
 
 
 class PullConfig(TransportConfig, frozen=True, tag="pull"):

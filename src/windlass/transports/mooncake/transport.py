@@ -422,7 +422,7 @@ class MooncakeTransport(NetworkTransport[MooncakePeer]):
     listener.
 
     Attributes:
-        engines: running engines. A further engine reaches a process that took over the address of an ended process.
+        engines: running engines. If a new process has the address of an ended process, only a new engine can reach it.
 
     Raises:
         TransportUnavailable: Mooncake is not installed or too old, or it uses another wire than the
