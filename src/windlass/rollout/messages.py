@@ -259,7 +259,7 @@ class RolloutOutcome(msgspec.Struct, frozen=True, gc=False, kw_only=True, omit_d
             self._check_turns()
 
     def _check_turns(self) -> None:
-        """Check the tokens that turns share with earlier turns. A worker sends shared tokens only once.
+        """Check how many tokens each turn shares with an earlier turn. A worker sends shared tokens only once.
 
         Raises:
             ProtocolError: a turn shares more tokens than the earlier turn has, or all turns together share more than

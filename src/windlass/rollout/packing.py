@@ -71,10 +71,10 @@ def pack(
 ) -> tuple[tuple[Pack, ...], ...]:
     """Pack samples for trainer ranks. Return one tuple of packs per rank. All tuples have the same length.
 
-    The function uses as few packs as the greedy rule "longest sample first, into the shortest pack" allows. If there are
-    fewer samples than packs, a pack without a sample gets a filler: a copy of the shortest sample with `loss_mask` False,
-    so that every rank takes part in collectives. A group may be split over ranks; compute advantages before packing. Packs
-    contain only those tensors of samples that have one row per token.
+    The function adds the longest samples first, each to the shortest pack, and uses as few packs as this rule allows. If
+    there are fewer samples than packs, a pack without a sample gets a filler, so that every rank takes part in collectives:
+    a copy of the shortest sample with `loss_mask` False. A group may be split over ranks, so compute advantages before
+    packing. Packs contain only the per-token tensors of samples.
 
     Args:
         samples: samples of one step.

@@ -281,11 +281,11 @@ class RemoteWorker(Worker, Session[WriteTensors, TensorsWritten]):
             del self._sent[number]
 
     def compare(self, hello: WorkerHello) -> list[AttemptKey]:
-        """Compare the attempts in a worker's `hello` with the attempts that the controller has assigned to the worker.
+        """Compare the attempts in the worker's first frame with the attempts that the controller has assigned to the worker.
 
-        Queue cancellations for attempts that the worker has but that are not assigned. Drop kept batches that the worker
-        has received. Return assigned attempts that the worker does not have, except attempts that are still on their way to
-        the worker.
+        If the worker has an attempt that is not assigned to it, queue a cancellation of the attempt. Drop kept batches that
+        the worker has received. Return assigned attempts that the worker does not have, except attempts that are still on
+        their way to the worker.
         """
         self.note_received(hello.received)
         wanted = {AttemptKey(*item) for item in self.assigned.items()}

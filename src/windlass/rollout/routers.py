@@ -201,7 +201,7 @@ class RouterUpdates:
                 changed.set()
 
     def _fleet(self) -> _Fleet:
-        """Return all known engines, except disconnected engines with the name or URL of a connected engine."""
+        """Return all known engines. Leave out a disconnected engine if a connected engine has its name or its URL."""
         there = [engine for engine in self._coordinator.fleet.states() if engine.url]
         taken = {engine.name for engine in there} | {engine.url for engine in there}
         gone = [
@@ -213,7 +213,7 @@ class RouterUpdates:
         return _Fleet(self._coordinator.fleet.published, tuple(engines))
 
     async def _keep_told(self, config: RouterConfig, changed: asyncio.Event, token: str) -> None:
-        """Notify one router when `changed` is set, if the fleet differs from the fleet that the router last confirmed."""
+        """When `changed` is set, notify one router, unless the router has already confirmed the current fleet."""
         told: _Fleet | None = None
         async with open_http(token, to_controller=False) as http:
             while True:

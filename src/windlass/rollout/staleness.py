@@ -120,7 +120,7 @@ class StalenessPolicy:
         )
 
     def throws_away(self, versions: Sequence[int]) -> bool:
-        """Return True if a sample with these token versions is too old, and `on_stale` requires that it is discarded."""
+        """Return True if a sample with these token versions is too old. Return False if `on_stale` is TRAIN."""
         if self.on_stale is OnStale.TRAIN or not versions:
             return False
         return self.version - min(versions) > self.max_staleness

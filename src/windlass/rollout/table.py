@@ -332,7 +332,7 @@ class RolloutTable:
         self.counts = Counts()
 
     def move(self, record: Record, state: State, *, front: bool = False) -> None:
-        """Set a record's state; move the record to the end of the state's queue, or with `front` to the front.
+        """Set a record's state, and append the record to the state's queue. With `front`, insert it at the front.
 
         A record in the state ENDED leaves the table.
         """

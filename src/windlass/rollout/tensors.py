@@ -153,9 +153,9 @@ class SampleTensor(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
         return array
 
     def to_torch(self) -> Any:
-        """Return a torch tensor of the elements, on the CPU. Copy the elements only if their memory is read-only.
+        """Return a torch tensor of the elements, on the CPU.
 
-        Memory into which a transport has written the elements is not read-only.
+        Copy the elements only if their memory is read-only. It is writable if a transport has written the elements.
 
         Raises:
             ConfigError: another process holds the elements.

@@ -144,7 +144,10 @@ def _begins_with(tokens: tuple[int, ...], first: tuple[int, ...]) -> bool:
 
 
 def _num_shared(one: tuple[int, ...], other: tuple[int, ...]) -> int:
-    """Return the length of the longest common prefix. Use bisection, because Python compares slices fast."""
+    """Return the length of the longest common prefix.
+
+    Compare slices in a bisection, which is faster in Python than a loop over the tokens.
+    """
     low, high = 0, min(len(one), len(other))
     while low < high:
         middle = (low + high + 1) // 2

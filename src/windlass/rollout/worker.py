@@ -337,7 +337,7 @@ class RolloutWorker(Client[WriteTensors, TensorsWritten, WorkerWelcome | TaskBat
         self._work.set()
 
     async def _deliver(self) -> None:
-        """Send unsent outcomes in batches until cancelled, and report received task batches; see the class."""
+        """Send unsent outcomes in batches, and report received task batches, until this task is cancelled; see the class."""
         while True:
             await self._work.wait()
             self._work.clear()

@@ -169,7 +169,7 @@ class WorkflowContext:
         """Return the token ids of a text.
 
         Args:
-            text: for example the answer of a tool, to append to the tokens so far.
+            text: text to encode, for example a tool's answer that the workflow appends to the tokens.
             add_special_tokens: whether to add the tokens that the model expects around a whole text.
 
         Raises:
@@ -469,7 +469,7 @@ class Attempts:
     ) -> RolloutOutcome:
         """Return the outcome of an attempt whose asyncio task has ended, and forget its prompt ids. Log an unexpected exception.
 
-        `cancelled` is the reason for which the worker cancelled the attempt, or None.
+        `cancelled` is the reason why the worker cancelled the attempt; None if it did not.
         """
         result, error, kind = AttemptResult(), "", ErrorKind.PASSING
         if job.cancelled():

@@ -83,7 +83,7 @@ class FaultyTransport(WrappedTransport):
             return self._num_writes
 
     def write(self, batch: WriteBatch, *, deadline_s: float) -> None:
-        """Count the writes from 0. If `faults` contains a fault for this number, inject it; otherwise write like `inner`.
+        """Write like `inner`. If `faults` contains a fault for the number of this write, inject the fault.
 
         If the fault is for another endpoint, write without a fault. No later write gets this fault.
         """

@@ -58,7 +58,7 @@ def captured_export(
     required: Collection[str],
     deadline_s: float,
 ) -> dict[str, Placed]:
-    """Return the boxes of checkpoint tensors to which `export` copies the elements of each local tensor. Collective.
+    """Return for each local tensor the boxes of checkpoint tensors to which `export` copies its elements. Collective.
 
     The exporter may gather, split, join, permute, transpose, repeat and cast elements, and may leave out padding. The
     call needs memory for a second copy of `tensors`, 8 bytes for each row of the exported tensors, and the memory that
@@ -135,8 +135,8 @@ def _require_success(reports: Sequence[_Report], error: Exception | None) -> Non
 
     Args:
         reports: reports of all ranks about the attempt.
-        error: exception of the attempt on this rank, which becomes the cause of the raised error; None if the attempt
-            succeeded on this rank.
+        error: exception of the attempt on this rank; None if the attempt succeeded here. It becomes the cause of the raised
+            error.
 
     Raises:
         ConfigError: the exporter raised an error on a rank.
@@ -167,7 +167,7 @@ def exported_manifest(
     *,
     deadline_s: float,
 ) -> ShardManifest:
-    """Return the manifest of a module's tensors, with the checkpoint tensors that the exporter yields. Collective.
+    """Return the manifest of a module's tensors. Its checkpoint tensors come from the exporter. Collective.
 
     Args:
         held: tensors of the module on this rank.

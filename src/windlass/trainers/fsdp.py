@@ -103,9 +103,9 @@ def _is_distributed() -> bool:
 
 
 def step_stream(memory_at: int) -> Callable[[], int] | None:
-    """Return a function that returns the calling thread's current CUDA stream, on the GPU of the address `memory_at`.
+    """Return a function that returns the calling thread's current CUDA stream on one GPU.
 
-    Return None if `memory_at` is in host memory.
+    `memory_at` is an address on this GPU. Return None if it is 0 or an address in host memory.
     """
     if not memory_at or (ordinal := gpu_of(memory_at)) < 0:
         return None
@@ -150,7 +150,7 @@ def describe_trainer(
     Raises:
         ConfigError: `exporter` is given with `name_map` or `stacked`.
         UnsupportedLayout: the placement of a DTensor cannot be described; the module computes a published tensor from
-            other parameters, such as with weight norm (`refuse_originals`); `state_dict` returns other values than the
+            other parameters, for example with weight norm (`refuse_originals`); `state_dict` returns other values than the
             parameters have (`refuse_rewritten`); or the exporter yields computed values instead of elements of parameters.
         PlanError: `keep` matches a parameter that a PEFT adapter changes.
         PeerTimeout: another rank did not run the exporter within `exporter_deadline_s`.
@@ -182,7 +182,7 @@ def describe_trainer(
 
 
 def _harmless(tensors: Sequence[HeldTensor], manifest: ShardManifest) -> tuple[str, ...]:
-    """Return the checkpoint names, as patterns, of tensors that engines need not have.
+    """Return patterns for the checkpoint names of tensors that engines need not have.
 
     These are buffers and tied weights (parameters that share memory). An engine may lack some names of a tied weight.
     """
@@ -233,8 +233,8 @@ def connect_trainer(
         transport: name or configuration of a transport. `auto` offers every transport that works on this machine; each
             link uses the fastest transport that both ranks offer.
         arena_nbytes: bytes of memory for packed data; 0 for as much as an update needs.
-        name_map: function from the name of a parameter to its name in checkpoints, or to None to leave the parameter
-            out. If omitted, names do not change. `adapter_names()` selects the tensors of a LoRA adapter.
+        name_map: function that takes the name of a parameter. It returns the name in checkpoints, or None to leave the
+            parameter out. If omitted, names do not change. `adapter_names()` selects the tensors of a LoRA adapter.
         stacked: rules for parameters that contain the tensors of several experts; `TRANSFORMERS_EXPERTS` if omitted.
             If both `name_map` and `stacked` are omitted, tensors of a transformers model get the names and shapes that
             `save_pretrained` gives them.

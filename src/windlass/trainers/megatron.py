@@ -324,7 +324,7 @@ def check_whole(model: torch.nn.Module | Sequence[torch.nn.Module]) -> None:
     """Check that `make_whole` was called since the last optimizer step of a model. Not collective.
 
     Raises:
-        ConfigError: `make_whole` was not called, so that parameters of this rank may have old values.
+        ConfigError: `make_whole` was not called, so parameters of this rank may have old values.
     """
     for chunk in _lazily_gathered(_chunks_of(model)):
         for group in (*chunk.bucket_groups, *chunk.expert_parallel_bucket_groups):
@@ -476,7 +476,7 @@ def _global_name(name: str, numbers: dict[str, int]) -> str:
 
 
 def _geometry(config: object, vocab_size: int) -> Geometry:
-    """Return the sizes that naming tables need, from a model's configuration in Megatron.
+    """Return the sizes that naming tables need, as Megatron's configuration of the model gives them.
 
     Raises:
         UnsupportedLayout: no naming table describes the model's attention or MLP.

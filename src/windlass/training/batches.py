@@ -82,7 +82,7 @@ def _of_groups(rewards: torch.Tensor, groups: torch.Tensor, kind: Advantage) -> 
 def _over_tokens(
     samples: Sequence[TrainingSample], rewards: Sequence[float], total: SumOverRanks | None
 ) -> list[list[float]]:
-    """Return the advantages of REINFORCE++ for each output token. The last trained token gets the sample's reward."""
+    """Return the advantages of REINFORCE++ for each output token. Each sample's last trained token gets the reward."""
     lengths = [len(sample.output_ids) for sample in samples]
     mask = torch.zeros(len(samples), max(lengths, default=0), dtype=torch.float64)
     token_rewards = torch.zeros_like(mask)

@@ -202,8 +202,8 @@ def joined_results(
 ) -> Written:
     """Write some links in this thread while another thread writes the other links; return the combined result.
 
-    If both threads fail, raise the error of this thread. If only the other thread's error leaves open whether bytes may
-    still arrive (`is_unknown`), raise that error instead.
+    If both threads fail, raise the error of this thread. But if bytes may still arrive only after the other thread's error
+    (`is_unknown`), raise that error instead.
 
     Args:
         destinations: destinations of all links, in the order of the result.

@@ -123,9 +123,9 @@ def check_binding(
 
 
 def check_digest_kind(kind: DigestKind, binding: DestinationBinding) -> None:
-    """Raise `PlanError` if this rank and the destination hash differently.
+    """Raise `PlanError` if this rank and the destination use different digest algorithms.
 
-    In this case, one of the two has its weights on a GPU, and the other has its weights in host memory.
+    They do if one of them has its weights on a GPU, and the other has its weights in host memory.
     """
     if binding.digest_kind is not kind:
         raise PlanError(

@@ -690,7 +690,7 @@ class LiveTensors:
     def _as_described(self, index: int, tensor: torch.Tensor | None) -> torch.Tensor | None:
         """Check that a tensor has the same layout as at connect time, and return its local part.
 
-        A tensor that engines do not get may change. If its layout has changed, or its memory is freed, return None.
+        A tensor that engines do not get may change. If it was removed or freed, or its layout has changed, return None.
 
         Raises:
             UnsupportedLayout, PlanError: engines get the tensor, and its layout has changed.

@@ -69,8 +69,8 @@ class FiniteCheck:
         On a GPU, first wait for all work that this process has queued there.
 
         Args:
-            everywhere: whether to check all parameters of `bind`. If False, check only the next `SAMPLE_NBYTES`; later
-                calls continue from there, so that they reach all parameters in turn.
+            everywhere: whether to check all parameters of `bind`. If False, check at most about `SAMPLE_NBYTES`. The next call
+                then checks the bytes after these, so that repeated calls check all parameters.
 
         Raises:
             PlanError: see `LocatedParameters`.
@@ -103,7 +103,7 @@ class FiniteCheck:
         return tuple(self._manifest.parameters[index].name for index in sorted(bad))
 
     def _due(self, located: Sequence[ParameterMemory]) -> Iterator[_Piece]:
-        """Yield the pieces that follow the last piece of the previous call, until they reach `SAMPLE_NBYTES`."""
+        """Yield the next pieces after those of the previous call, at most about `SAMPLE_NBYTES` in total."""
         left = SAMPLE_NBYTES
         for _ in self._pieces:
             piece = self._pieces[self._next % len(self._pieces)]
