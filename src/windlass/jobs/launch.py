@@ -310,9 +310,9 @@ class Job:
         self._recipe_state = start[1].recipe if start else b""
         """State of the recipe after the newest task that it has yielded."""
         self._again = decode_tasks(start[1].tasks) if start else []
-        """Tasks of the checkpoint at the start that the job has not submitted again yet."""
+        """Tasks from the checkpoint that the job continues from, without those that it has submitted again."""
         self._num_skipped = 0
-        """Number of next tasks that the job does not submit, because the journal of rollouts has them."""
+        """Number of tasks that the job still has to skip, because the journal of rollouts contains them."""
         self._drawn: Task | None = None
         """Task that the recipe has yielded and that waits until the staleness bound admits it."""
         self._open: dict[int, tuple[Task | None, GroupHandle]] = {}
@@ -861,7 +861,7 @@ class Job:
         raise error
 
     def _return_groups(self) -> None:
-        """Return the groups that steps have taken since the newest checkpoint to the open groups.
+        """Make groups open again: those that steps have taken since the newest checkpoint.
 
         Do nothing if `trainer.save_every` is 0, because the job then keeps no groups that steps have taken.
 

@@ -18,7 +18,7 @@ FOLDER = "tensorboard"
 
 
 class LogSection(msgspec.Struct, frozen=True, kw_only=True):
-    """Further places for the metrics of steps and evaluations.
+    """Additional destinations of the metrics of steps and evaluations.
 
     Attributes:
         tensorboard: whether to write events into `output_dir/tensorboard`.
@@ -75,7 +75,7 @@ class TensorBoardLog(MetricLog):
 
 @final
 class WandbLog(MetricLog):
-    """Run of Weights & Biases; each start of a job is a run in the group of the output folder's name."""
+    """Run of Weights & Biases. Each launch of a job is a new run; its group has the name of the output folder."""
 
     def __init__(self, folder: Path, settings: LogSection) -> None:
         wandb = _library("wandb", "wandb")

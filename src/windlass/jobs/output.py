@@ -29,7 +29,7 @@ CHECKPOINTS = "checkpoints"
 METRICS, SUMMARY, REPORT = "metrics.jsonl", "summary.json", "report.html"
 LOGS, TOKEN = "logs", "token"
 EVALUATIONS = "evaluations.jsonl"
-"""Like those before it, the name of a file or folder in the output folder."""
+"""Name of a file in the output folder. The constants above are also names of files and folders in it."""
 OF_A_RUN = (METRICS, SUMMARY)
 """Files that exist once a run has trained a step or ended."""
 

@@ -33,11 +33,10 @@ class Replay:
     Attributes:
         num_generated: number of generated tokens in the sample.
         num_compared: number of tokens with compared log-probabilities.
-        num_other_version: number of generated tokens with another version than the engine has now.
+        num_other_version: number of generated tokens whose version differs from `engine_version`.
         engine_version: version that the engine has now.
         is_exact: whether sampling is greedy or has a seed, so that all tokens must be equal.
-        first_difference: index in `output_ids` of the first token that differs, of those that are generated again; None
-            if there is none.
+        first_difference: with `is_exact`, index in `output_ids` of the first token that differs; None if all are equal.
         largest_distance: largest difference of two log-probabilities.
         mean_distance: mean difference.
     """

@@ -31,7 +31,7 @@ MIN_SCORED = 64
 """Smallest number of scored rollouts from which the job computes the share of failed rewards. The number is twice the
 rollouts of a step if that is more."""
 MAX_REPLACED = 1024
-"""Number of groups with replaced rollouts whose other rewards are remembered. Rewards that are not remembered are made
+"""Number of groups with replaced rollouts whose other rewards are kept. Rewards that are not kept are made
 again."""
 
 TakeTensors = Callable[[Sequence[Sequence[TrainingSample]]], Awaitable[frozenset[str]]]
@@ -167,7 +167,7 @@ class Scoring:
             self._taken.pop(group_id, None)
 
     def return_groups(self) -> tuple[GroupHandle, ...]:
-        """Give the next steps the same groups, in the same order, that steps have taken since the newest checkpoint.
+        """Let the next steps train again on the groups of the steps since the newest checkpoint, in the same order.
 
         The steps get the same samples. If a group has large tensors, its answers are generated and scored again,
         because the job does not keep such tensors.

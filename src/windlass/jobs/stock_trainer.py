@@ -31,7 +31,7 @@ from windlass.training.losses import policy_loss, token_logprobs
 from windlass.training.settings import TokenMean
 
 EXPORTED = "hf"
-"""Name of the folder in a checkpoint that transformers and engines load."""
+"""Name of a folder inside a checkpoint. transformers and engines load this folder."""
 COPIED = (".json", ".txt", ".model", ".tiktoken", ".jinja", ".py")
 """Endings of the files of a checkpoint that belong to its tokenizer, its chat template, or its model's code."""
 

@@ -60,15 +60,15 @@ HEARTBEAT_S = 20.0
 LOG_LINES = 20
 """Number of log lines of a rank in an error."""
 DEATH_GRACE_S = 1.0
-"""Seconds to wait, after a rank has failed, until the scheduler reports a rank that died and so caused the failure."""
+"""Seconds to wait after a rank has failed. The scheduler may then report that another rank died and is the cause."""
 RANK_SHARE = 0.9
-"""Fraction of the deadline for tensors that ranks get."""
+"""Fraction of the deadline of `take_tensors` that is the deadline of each rank."""
 BROKEN_GRACE_S = 1.0
 """Seconds that ranks get to end after a failure. A longer time would not help ranks that wait in a collective."""
 
 
 class _RankEnded(Exception):
-    """The process of a rank has ended. Other ranks may fail because of this; a call raises this error before theirs."""
+    """The process of a rank has ended. Other ranks may fail because of this; a call raises this error instead of theirs."""
 
 
 class _RankFailed(TrainerError):

@@ -62,7 +62,7 @@ class Joined(msgspec.Struct, frozen=True, tag="joined"):
     Attributes:
         protocol_version: protocol version of the rank; the controller refuses every version except its own.
         rank, world_size: number of the rank in its job, and number of ranks.
-        job: id of the start of the ranks (WINDLASS_JOB). The controller refuses a rank of an earlier start.
+        job: id of the launch of the ranks (WINDLASS_JOB). The controller refuses a rank of an earlier launch.
         incarnation: random id of the process. The controller refuses a second process with the same rank number.
         store_host, store_port: address of the TCP store that rank 0 serves; '' and 0 for other ranks.
         operations: names of the operations that the script passed to `run_train_worker`.

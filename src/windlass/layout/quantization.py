@@ -88,7 +88,7 @@ CAPABILITIES = (
 
 
 class QuantizedTensor(msgspec.Struct, frozen=True):
-    """Declaration that the shards of `weight` hold quantised values and the shards of `scale` their scales.
+    """Declaration that the shards of `weight` hold quantised values, and the shards of `scale` hold the scales.
 
     Attributes:
         weight: checkpoint name of a matrix.

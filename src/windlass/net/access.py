@@ -133,7 +133,7 @@ class AccessGate:
     Args:
         secret: the owner's secret. The tokens derived from it are accepted too. With an empty
             secret, only `others` are accepted.
-        others: further tokens, each with its role. Empty tokens are ignored.
+        others: additional tokens, each with its role. Empty tokens are ignored.
     """
 
     def __init__(self, secret: str, *others: tuple[str, Access]) -> None:

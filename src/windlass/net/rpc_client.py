@@ -58,7 +58,7 @@ HEARTBEAT_S = 20.0
 JOIN_S = 10.0
 """Maximum seconds that `close` waits for the client's thread."""
 CLOSING_S = 0.01
-"""Seconds that the event loop runs on before it is closed."""
+"""Seconds that the event loop continues to run before it is closed."""
 
 CommandT = TypeVar("CommandT")
 ResultT = TypeVar("ResultT")

@@ -194,8 +194,8 @@ class SchedulerPlugin:
     """Scheduler of another package: the object that an entry point of the group `windlass.schedulers` names.
 
     Attributes:
-        make_backend: function of the options in the job file and the folder for logs. It returns the backend (see
-            `SchedulerConfig.make_backend`) or raises ConfigError for a wrong option.
+        make_backend: function that gets the options in the job file and the folder for logs. It returns the backend
+            (see `SchedulerConfig.make_backend`) or raises ConfigError for a wrong option.
         is_one_host: see `SchedulerConfig.is_one_host`.
     """
 
@@ -239,7 +239,7 @@ class _Process:
     """A started process.
 
     Attributes:
-        spec: what to start, with the variables of the scheduler.
+        spec: spec of the process, including the scheduler's environment variables.
         reservation: id of the reservation in which the process runs.
         reserved: spec of the process that made the reservation.
         pid: see `ProcessStatus`.
