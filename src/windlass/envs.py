@@ -138,7 +138,7 @@ def inherited_environment(*, with_tokens: bool = False) -> dict[str, str]:
 _OF_ALLOCATION = ("SLURM_", "SLURMD_", "SRUN_", "PMIX_", "PMI_")
 """Prefixes of the variables that Slurm sets for a job, step or task."""
 _OF_CLUSTER = ("SLURM_CONF", "SLURM_JWT")
-"""Names of variables with one of these prefixes that a child process needs to reach Slurm, and therefore keeps."""
+"""Variables that a child process keeps although they have one of these prefixes: it needs them to reach Slurm."""
 
 
 def environment_outside_jobs() -> dict[str, str]:

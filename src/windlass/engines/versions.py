@@ -43,7 +43,7 @@ class EngineReleases:
     Attributes:
         package: import name of the engine.
         distributions: names of the distributions that install the package.
-        read: releases that we have read in source code for this table, the oldest first.
+        read: releases whose source code we have read for this table, the oldest first.
         run: release that our tests have updated in live servers -> kind of device of these tests ("CPUs" or "GPUs").
         features: features in the order of the docs.
     """

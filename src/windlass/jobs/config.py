@@ -245,9 +245,9 @@ class RolloutSection(RolloutConfig, frozen=True, kw_only=True):
         batch_deadline_s: seconds to wait for the groups of one step, including new groups in place of declined ones.
             The recipe has the same number of seconds to score one group.
         rewards_at_once: number of groups that the recipe scores at a time, each in a thread.
-        max_failed_rewards: largest share of the newest rollouts for which the reward of `[rewards]` may fail at first; the
-            job ends with an error above it. The share counts from 64 scores on, or twice the rollouts of a step if that
-            is more. 1 for no limit.
+        max_failed_rewards: largest share of the newest rollouts that `[rewards]` may fail to score at the first attempt. If
+            more fail, the job ends with an error. The job checks the share after 64 scores, or after twice the rollouts
+            of a step if this is more. 1 for no limit.
     """
 
     _where: ClassVar[str] = "rollout."
@@ -331,7 +331,7 @@ class LaunchConfig(msgspec.Struct, frozen=True, kw_only=True):
         output_dir: folder of logs, checkpoints, `metrics.jsonl`, `summary.json` and `report.html`.
         training: settings of the stock trainer, which runs in place of a trainer's script.
         data: data set of a `DatasetRecipe`.
-        log: further places for metrics.
+        log: additional destinations of metrics.
         resume: whether the job continues from checkpoints in `output_dir`.
         audit: whether to record the samples that each version was trained on, in `output_dir/audit.sqlite3`.
         rewards: the function or the server that scores rollouts; None if `Recipe.rewards` scores them.
@@ -342,8 +342,8 @@ class LaunchConfig(msgspec.Struct, frozen=True, kw_only=True):
         start_deadline_s: seconds from the start of the job until all processes must have connected.
         max_silence_s: seconds without an answer after which the job ends a running engine or rollout worker and starts
             it again.
-        shutdown_s: seconds that a running step or update has to end after SIGTERM or SIGINT. Cancelled workflows then have
-            as long to clean up.
+        shutdown_s: seconds that a running step or update has to end after SIGTERM or SIGINT. Cancelled workflows then get
+            the same time to clean up.
     """
 
     steps: int

@@ -35,7 +35,7 @@ class _Turn:
     """State of this process's EngineCore from its sleep to the end of the next round.
 
     Attributes:
-        may_be_lost: whether the engine has slept at level 2, or a round woke the weights, and no round has ended since.
+        may_be_lost: whether no round has ended since the engine slept at level 2, or since a round woke the weights.
         is_in_round: whether a round writes the weights.
         resumes: whether the scheduler shall resume as soon as it may.
         woke: whether a round woke the weights, so that `go_on` also wakes the KV cache.

@@ -78,11 +78,15 @@ _log = logging.getLogger(__name__)
 SCHEDULER = "windlass.engines.vllm.engine_core._scheduler"
 """Value for `--scheduler-cls`, for releases that do not report the versions of tokens."""
 STORES = ("OffloadingConnector", "MooncakeStoreConnector", "SimpleCPUOffloadConnector")
-"""Connectors of vLLM (0.32) whose keys contain the cache salt, by block hashes, and that a live test has updated."""
+"""Connectors of vLLM (0.32) whose keys depend on the cache salt, directly or through block hashes.
+
+A live test has updated an engine with each of these connectors.
+"""
 HANDOVERS = ("NixlConnector", "NixlPullConnector")
-"""Connectors of vLLM (0.32) by which a decode engine reads the entries of a prefill engine, and that a live test has updated.
+"""Connectors of vLLM (0.32) through which a decode engine reads the entries of a prefill engine.
 
 The prefill engine returns the address of the entries in `kv_transfer_params`, before the decode engine reads them.
+A live test has updated engines with each of these connectors.
 """
 WEIGHTS = "windlass_weights"
 """Worker method that returns the identity of its weights. Also the key of this identity in `kv_transfer_params`."""
@@ -100,7 +104,7 @@ ABORTS = "aborts"
 _SETS_VERSION = "windlass_set_version"
 """Worker method that returns the weight version of later tokens."""
 _HOLDS = "update_weights"
-"""vLLM's own worker method. With our weight-transfer backend, the core holds its loop during this call."""
+"""vLLM's own worker method. With our weight-transfer backend, the core blocks its loop during this call."""
 WHOLE = "whole"
 """Key in the `update_info` of `/update_weights`.
 
@@ -132,7 +136,7 @@ Span = dict[str, int]
 class Namespace:
     """Current cache namespace of one EngineCore: a random prefix of cache salts, new for every update.
 
-    Any thread may call `salt`; only the core's loop uses the rest.
+    Any thread may call `salt`. Only the core's loop may call the other methods.
 
     Attributes:
         weights: identity of the current weights. During an update, the random name, which no other engine has.

@@ -34,7 +34,7 @@ IMPOSSIBLE = -9999.0
 
 
 _Entry = tuple[float, int, None]
-"""Log-probability, token and text, which is left out: an entry of a response of `/generate`."""
+"""Entry of a response of `/generate`: log-probability, token, and None in place of the text."""
 
 
 class _Request(msgspec.Struct, frozen=True):
@@ -213,7 +213,7 @@ class _Events:
         self._num_top, self._num_tokens, self._rest = num_top, 0, b""
 
     def of(self, body: bytes) -> Iterator[bytes]:
-        """Yield the events that are complete after `body`, the next part of vLLM's response."""
+        """Append `body`, the next part of vLLM's response, and yield each event that is complete now."""
         *lines, self._rest = (self._rest + body).split(b"\n")
         for line in lines:
             if line.startswith(b"data: "):

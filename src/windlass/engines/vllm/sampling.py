@@ -4,8 +4,8 @@ vLLM's default seed is 0, so that two servers would sample the same tokens for t
 returns log-probabilities of the model's own distribution (`--logprobs-mode raw_logprobs`), which differs from the sampled
 distribution if temperature, `top_p` or `top_k` are set.
 
-vLLM returns at most 20 log-probabilities per token. The answer has that of the sampled token first, so the 20 most probable
-tokens of OpenAI's API need one more.
+By default, vLLM returns at most 20 log-probabilities per token. The first one belongs to the sampled token, so vLLM must
+be able to return 21 for the 20 most probable tokens of OpenAI's API.
 
 `set_defaults` changes these defaults for a server with our weight-transfer backend. A value that the user passes takes
 precedence.

@@ -100,7 +100,7 @@ _OF_ADAPTERS = (
     Rule("", (1,), _EVICTED, (f"{_LORA}.max_loras", f"{_LORA}.max_cpu_loras")),
     Rule("", (None,), _ONE_SLOT, (f"{_LORA}.default_mm_loras",)),
 )  # fmt: skip
-"""Further rules for a rank if updates change its adapter."""
+"""Additional rules for a rank if updates change its adapter."""
 _HOLDS_ALONE = (
     "the core learns which weights its entries belong to only in a pause that blocks its loop, which stages and replicas of "
     "experts do not allow; use --tp"
@@ -113,7 +113,7 @@ _OF_HANDOVERS = (
         ("parallel_config.pipeline_parallel_size", "parallel_config.data_parallel_size"),
     ),
 )
-"""Further rules for a rank if its connector is in `HANDOVERS`."""
+"""Additional rules for a rank if its connector is in `HANDOVERS`."""
 RULES = (
     Rule("--enable-sleep-mode", (False,), "weights that sleep lose the memory into which trainers write; use the transport pull, with which the engine reads them after it has woken",
          ("model_config.enable_sleep_mode",), transports=("pull",)),

@@ -12,7 +12,7 @@
   which also streams all tokens.
 
 Methods that vLLM calls in all workers return the reason of a failure instead of raising. If a worker raises, vLLM does
-not read the results of the other workers, and takes them for the results of the next call.
+not read the results of the other workers: its next call reads them instead of its own results.
 """
 
 from __future__ import annotations

@@ -54,7 +54,7 @@ def reward(prompt_ids: Sequence[int], output_ids: Sequence[int]) -> float:
 
 @dataclass(frozen=True, slots=True)
 class Problem:
-    """What the model learns.
+    """Problem that the model learns to solve.
 
     Attributes:
         prompt: function of a random generator that returns the token ids of a prompt.
