@@ -465,8 +465,9 @@ def _whole(
     """Return the group if it can broadcast.
 
     Raises:
-        TransferFailed: no group was formed; the group is broken; or `destinations` lacks a receiver of the group. In the
-            last case the group is aborted, because a broadcast without this receiver would never end.
+        TransferFailed: no group was formed, or the group is broken.
+        TransferFailed: `destinations` lacks a receiver of the group. The group is then aborted, because a broadcast
+            without this receiver would never end.
     """
     if group is None or offer is None:
         raise TransferFailed("no group was formed")
@@ -509,7 +510,7 @@ def cut_buckets(
 
     Args:
         manifest: layout of the rank's parameters.
-        programs: links of the rank. Each byte is sent once, even if several links read it. Other bytes are not sent.
+        programs: links of the rank. A byte is sent only if a link reads it, and only once even if several links read it.
         capacity_nbytes: maximum size of a bucket, a multiple of `ALIGNMENT`.
 
     Returns:

@@ -572,7 +572,7 @@ def locks_without_limit() -> bool:
 def check_lockable(nbytes: int, purpose: str) -> None:
     """Check that pinning `nbytes` more bytes stays within RLIMIT_MEMLOCK.
 
-    Call this before a registration: if the kernel refuses to pin memory, UCX retries for ever.
+    Call this before a registration, because UCX retries for ever if the kernel refuses to pin memory.
 
     Raises:
         RegionError: the limit is too small, and this process has no CAP_IPC_LOCK.

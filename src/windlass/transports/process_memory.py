@@ -63,7 +63,7 @@ def copy_process_memory(
         call: `writev` or `readv`.
         pid: the other process.
         pieces: (n,) addresses in this process, addresses in the other process, and sizes.
-        deadline: deadline, which is checked before each system call.
+        deadline: deadline of the whole call. It is checked before each system call.
         helpers: threads that copy at the same time as this thread.
         num_threads: maximum number of threads, including this thread.
 

@@ -468,7 +468,7 @@ class NixlTransport(NetworkTransport[NixlPeer]):
         )
 
     def _register_together(self, spans: Sequence[tuple[int, int]]) -> list[str]:
-        """Register all spans in one call of the library; return each span's key, which contains the span's metadata.
+        """Register all spans in one call of the library. Return one key per span, with the metadata of the span.
 
         Raises:
             RegionError: the library refuses a span.
