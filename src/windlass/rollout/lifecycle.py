@@ -86,7 +86,7 @@ class Lifecycle:
         config: limits.
         withdraw: cancels a running attempt at its worker.
         work_changed: called when a rollout may be dispatched or admitted.
-        unanswered: called with a record whose attempt has no answer at the attempt's deadline, before `withdraw`.
+        unanswered: called before `withdraw`, with the record of an attempt that has no answer at its deadline.
 
     Attributes:
         identity: random id of the controller; a restarted controller with the same journal keeps the id.

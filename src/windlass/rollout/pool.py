@@ -59,7 +59,7 @@ MAX_REPLACED = 4096
 CLOSE_DEADLINE_S = 2.0
 """Longest time to close the connection of a worker."""
 RECONNECT_S = 3.0
-"""Seconds within which a worker that closed its connection must connect again; otherwise the pool removes it."""
+"""Seconds that a worker has to connect again after it closed its connection. After this time, the pool removes it."""
 STOP_DEADLINE_S = 5.0
 """Longest time that cancelled attempts of the local worker have to end."""
 MAX_TASKS_PER_BATCH = 64
@@ -391,7 +391,7 @@ class WorkerPool:
         on_change: called when a worker joins.
         max_running: largest number of attempts that run at a time, at all workers together. A worker that has
             sent no outcome yet gets at most an equal share of this number, and a silent worker gets one attempt.
-            So a worker that accepts all tasks and never answers cannot get all attempts.
+            So a worker cannot get all attempts if it accepts all tasks and never answers.
         on_gone: called with the name of a worker whose held tensors are lost, the incarnation of the process that now has
             this name (empty if there is none), and the reason.
 
@@ -605,7 +605,7 @@ class WorkerPool:
         """
         if session.is_connected or self.workers.get(session.hello.name) is not session:
             return
-        # A worker that is ending and has no assigned attempts does not connect again.
+        # If a worker is ending and has no assigned attempts, it does not connect again.
         if session.takes_no_more and not session.assigned:
             self._remove(session)
             self._on_gone(session.hello.name, "", f"worker {session.hello.name} has ended")

@@ -324,7 +324,7 @@ def _status(returncode: int) -> str:
 class RewardPool:
     """Pool of processes that run one reward function. Use it with `async with`.
 
-    If the function hangs, raises, exceeds the memory limit or kills its process, only the rollout that it scores gets no
+    If the function hangs, raises, exceeds the memory limit or kills its process, only the rollout of this call gets no
     reward. After an exception, the process scores other rollouts. In the other cases the pool ends the process, and starts
     a new one for the next rollout.
 

@@ -240,7 +240,7 @@ class RouterUpdates:
                 reason = f"no answer within {config.deadline_s} s"
             except (aiohttp.ClientError, OSError, PeerUnreachable, ProtocolError) as error:
                 reason = connection_error(error)
-            # Wait, because a router that is still applying the change does not report when it has finished.
+            # Wait, because a router does not report when it has applied a change.
             await asyncio.sleep(BACKOFF.after(num_tries))
         logger.error(
             "router %s is not up to date after %d tries; the controller notifies it again at the next change; newest reason: %s",

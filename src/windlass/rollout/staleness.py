@@ -80,7 +80,7 @@ class StalenessPolicy:
     def restore(
         self, *, start_version: int, version: int, running: int, accepted: int, consumed: int
     ) -> None:
-        """Continue with the counts of an earlier process. The policy must not have been used before.
+        """Continue with the counts of an earlier process. The policy must be unused.
 
         If the trainer did not acknowledge a delivered group, the group counts as accepted but not as consumed, because
         the controller delivers it again. More samples may then wait than the bound allows; `capacity` stays 0 until the

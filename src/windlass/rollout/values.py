@@ -53,7 +53,7 @@ def as_number(what: str, value: object) -> float:
         found = float(plain)
     except (TypeError, ValueError, RuntimeError, OverflowError) as error:
         raise ConfigError(refusal) from error
-    # `float` accepts text such as "1.5", but a caller that passes text has probably made a mistake.
+    # `float` accepts text such as "1.5". Refuse text, because it is probably a mistake of the caller.
     if isinstance(plain, str | bytes):
         raise ConfigError(refusal)
     return found

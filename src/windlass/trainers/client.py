@@ -148,7 +148,7 @@ class TrainerClient(Closing):
         the copy. The copy does not wait for other streams, but packing and comparing weights wait for all streams.
 
         Args:
-            version: number of the version, greater than all numbers before.
+            version: number of the version, greater than all earlier numbers.
             wait: True to return when the round has ended. Otherwise the caller must call `result` of the returned
                 update before the next `publish`.
             copy: True to send a copy of the weights, so that the weights may change, move or be freed as soon as this

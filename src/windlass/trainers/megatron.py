@@ -384,8 +384,8 @@ def _main_param(name: str, parameter: torch.Tensor) -> torch.Tensor:
     """Return the optimizer's fp32 copy of a parameter; return the parameter itself if it is fp32 and has no copy.
 
     Raises:
-        UnsupportedLayout: the distributed optimizer keeps the copy as flat ranges, or a parameter that is not fp32 has
-            no copy.
+        UnsupportedLayout: the distributed optimizer keeps the copy as flat ranges, or there is no copy and the parameter
+            is not fp32.
     """
     extra = parameter.__dict__
     if extra.get("main_param_sharded"):

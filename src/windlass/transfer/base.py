@@ -103,7 +103,7 @@ class ReceiverBackend(Protocol):
         """Compare the digests of the received bytes with `expected` (source -> digest).
 
         Returns:
-            Sources whose bytes have another digest on this rank, and sources without a link to this rank. Empty if
+            Sources whose bytes have a wrong digest on this rank, and sources without a link to this rank. Empty if
             everything is correct.
         """
         ...

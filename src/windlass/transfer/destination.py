@@ -225,7 +225,7 @@ class Destination:
                 digest, this method hashes the memory again.
 
         Returns:
-            Sorted names of the sources whose bytes have another digest on this rank, and of sources without a link to
+            Sorted names of the sources whose bytes have a wrong digest on this rank, and of sources without a link to
             this rank.
 
         Raises:

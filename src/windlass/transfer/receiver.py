@@ -177,10 +177,10 @@ class Receiver:
     def verify(self, version: int, expected: Mapping[str, str]) -> tuple[str, ...]:
         """Compare the digests of the received bytes with `expected` (source -> digest).
 
-        If a link was hashed while it was written, hash it again only if that digest is not the expected digest.
+        If a link was hashed while it was written, hash it again only if this digest was not the expected one.
 
         Returns:
-            Sorted names of the sources whose bytes have another digest on this rank, and of sources without a link to
+            Sorted names of the sources whose bytes have a wrong digest on this rank, and of sources without a link to
             this rank.
 
         Raises:

@@ -673,7 +673,7 @@ class RelaySource:
         sender: sender of the rank. It packs the links to the groups, and writes all other links.
 
     Attributes:
-        groups: member -> its group, for all members of the groups that this rank has a link to.
+        groups: member -> its group, for all groups to which this rank has a link.
     """
 
     def __init__(self, sender: Sender) -> None:
