@@ -563,8 +563,8 @@ def _replace(raw: dict[str, Any], place: tuple[str | int, ...]) -> bool:
         place: path of the wrong value, as keys and indices.
 
     Returns:
-        Whether the value was replaced. False for a path that `LaunchConfig` does not have, an optional key that is not
-        in `raw`, or a required key of a type that is not in `_ALLOWED`.
+        Whether the value was replaced. It was not if `LaunchConfig` lacks the path, if `raw` lacks an optional key, or if
+        `_ALLOWED` lacks the type of a required key.
     """
     if not place:
         return False

@@ -1282,10 +1282,9 @@ def check_options(config: LaunchConfig) -> None:
     """Check that the options of a job agree with each other, without reading files.
 
     Raises:
-        ConfigError: an option of an engine is wrong; an address or a transport works on one host only, but the
-            job has several hosts; `num_nodes` is above 1, but the scheduler has one host; an engine has a wrong
-            number of GPUs; or `colocate_with` or a Slurm pattern matches no process. The error's text is the first
-            mistake; its notes are the others.
+        ConfigError: an option of an engine or its number of GPUs is wrong, or `colocate_with` or a Slurm pattern matches no
+            process. On one host, `num_nodes` must be 1. On several hosts, addresses and transport must work across
+            hosts. The error's text is the first mistake; its notes are the others.
     """
     check_all(
         [
@@ -1498,8 +1497,8 @@ def room_deadline_s(config: LaunchConfig) -> float:
 
     At the staleness bound, the job waits for the next version. The result is the sum of the deadlines of everything that
     may happen before a version is published: a batch and its scores, fetching large tensors, a step, a checkpoint, an
-    update, and restarts of ranks. After a restart, the job first trains the steps since the checkpoint again on the same
-    groups, and the bound admits no task until then.
+    update, and restarts of ranks. After a restart, the job first repeats the steps since the checkpoint on the same
+    groups. The bound admits no task before these steps are done.
     """
     rollout, trainer = config.rollout, config.trainer
     step_s = (
@@ -1520,8 +1519,8 @@ def job_processes(config: LaunchConfig, url: str) -> list[tuple[list[ProcessSpec
     An engine has one process per node; a worker has one process. All connect to the controller at `url`.
 
     Raises:
-        ConfigError: an engine has a wrong option, number of GPUs or number of nodes, or its `colocate_with` is not the
-            name of a trainer rank.
+        ConfigError: an option of an engine, its number of GPUs or its number of nodes is wrong, or no trainer rank has the
+            name in `colocate_with`.
     """
     engines = [
         (_engine(config, each, url), Access.ENGINE, each.max_restarts) for each in config.engines

@@ -249,8 +249,8 @@ def _kept_distances(
     A distance is the mean absolute difference over the sample's tokens. For the first distance, the checker computes each
     token with the version that the token names. For the second distance, it uses the version before that.
 
-    For a version's tokens, the checker uses the keys and values that older versions computed for earlier tokens, like an
-    engine that continues requests after an update.
+    Like an engine that continues requests after an update, the checker reuses the keys and values that older versions
+    computed for earlier tokens.
 
     Args:
         model: model of the demo; this function overwrites its weights with the weights of each version.

@@ -228,9 +228,9 @@ def check_demo(config: LaunchConfig) -> None:
 def prepare_server(config: LaunchConfig) -> None:
     """Write the files that the engine's server needs before it starts.
 
-    If the trainer starts with random weights, write a checkpoint for the server with other random weights, so that only
+    If the trainer starts with random weights, write a checkpoint with different random weights for the server: then only
     an update can give the server the right weights. If the server runs in another environment, make a folder with a link
-    to this package and with the entry point by which vLLM finds Windlass's plugin.
+    to this package and with the plugin's entry point, so that vLLM finds the plugin.
     """
     server = config.engines[0]
     source, _, seed, *_ = config.trainer.arguments
