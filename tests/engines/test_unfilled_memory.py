@@ -94,3 +94,28 @@ def test_padding_is_not_filled_although_its_tensor_is_computed_again(
     assert computed == {f"{prefix}_{name}" for name in names for prefix in ("whole", "padded")}
     found = [holding.name for holding in unfilled(captured, held_by(model).values())]
     assert sorted(found) == [f"padded_{name}" for name in names]
+
+
+class Packed(torch.nn.Module):
+    """Model whose loader computes integers. The last row of `padded` is padding."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        for name, rows in (("whole", 4), ("padded", 5)):
+            self.register_buffer(name, torch.full((rows, 6), 7, dtype=torch.int8))
+
+    def load(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
+        for _, tensor in weights:
+            packed = (tensor.float().square() * 50).clamp(0, 120).round().to(torch.int8)
+            for name in ("whole", "padded"):
+                self.get_buffer(name)[:4] = packed
+
+
+def test_integers_that_are_computed_again_may_have_padding(tmp_path: Path) -> None:
+    """A load shows padding only in tensors that can contain NaN. Sleep saves the others whole."""
+    save_file({"packed": torch.zeros(4, 6, dtype=torch.bfloat16)}, tmp_path / "model.safetensors")
+    model = Packed()
+    captured = capture(model, checkpoint_specs(tmp_path), model.load, worker="engine/0")
+    assert {"whole", "padded"} <= {*captured.recomputed}
+    found = {holding.name for holding in unfilled(captured, held_by(model).values())}
+    assert {"whole", "padded"} <= found

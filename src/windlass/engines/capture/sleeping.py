@@ -57,10 +57,14 @@ def unfilled(captured: Captured, held: Iterable[Holding]) -> Iterator[Holding]:
 
 
 def _loaded_whole(captured: Captured) -> Iterator[str]:
-    """Yield the names of tensors without known padding that the engine's loader writes again after an update."""
+    """Yield the names of tensors of which the engine's loader writes every element again after an update.
+
+    Leave out tensors that may have padding: `unwritten` has no entry for them, for example because they have an integer
+    dtype.
+    """
     if captured.recompute is not None:
         unwritten = captured.recompute.unwritten
-        yield from (name for name in captured.recomputed if not unwritten.get(name))
+        yield from (name for name in captured.recomputed if unwritten.get(name, -1) == 0)
 
 
 def unfilled_ranges(
