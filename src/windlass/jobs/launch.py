@@ -506,8 +506,8 @@ class Job:
     async def _clean_up(self) -> float:
         """Cancel all rollouts, and wait at most `shutdown_s` until their workflows have cleaned up.
 
-        Cancel nothing if the job has already received a second signal. A signal that arrives during the wait ends the
-        wait.
+        Cancel nothing if the job has already received a second signal. If a signal arrives during the wait, stop
+        waiting.
 
         Returns:
             Seconds that worker processes get to end afterwards: `shutdown_s` after a complete clean-up, 5 if some
@@ -626,8 +626,8 @@ class Job:
         An engine that shares GPUs with trainer ranks starts only after the ranks' processes have started.
 
         Args:
-            parts: processes to start. A worker has one process. An engine has one process per node; if one of them
-                ends, the job ends the others, and starts all of them again in a new reservation.
+            parts: processes to start. A worker has one process. An engine has one process per node. If one of them
+                ends, the job ends all of them, and starts them again in a new reservation.
             role: role of the processes; they get the token of this role.
             max_restarts: largest number of restarts between two steps.
 
@@ -1096,7 +1096,7 @@ class Job:
     async def _produce(self) -> None:
         """Submit the recipe's tasks one by one, each as soon as the staleness bound admits it, until the tasks end.
 
-        After a start from a checkpoint, first restore the recipe's state and submit the checkpoint's tasks.
+        If the job continues from a checkpoint, first restore the recipe's state and submit the checkpoint's tasks.
         """
         deadline_s = room_deadline_s(self._config)
         if self._recipe_state:

@@ -101,7 +101,7 @@ class OutputFolder:
     def prune(self, keep: int) -> None:
         """Keep the newest `keep` finished checkpoints and delete all older checkpoint folders, also unfinished ones.
 
-        With `keep` = 0, delete nothing. A checkpoint that the user has renamed stays, and is not counted.
+        With `keep` = 0, delete nothing. If the user has renamed a checkpoint, do not delete or count it.
         """
         finished = [folder for folder, _ in self.checkpoints() if folder.name.isdecimal()]
         if not keep or len(finished) <= keep:

@@ -102,8 +102,8 @@ class Recipe(ABC):
     def samples(self, group: RolloutGroup) -> Sequence[TrainingSample]:
         """Return the samples of a group for the trainers: one per answer, or one per conversation.
 
-        Return an empty sequence to decline the group, for example if all rewards are equal. The step then waits for
-        another group.
+        Return an empty sequence to decline the group, for example if all rewards are equal. The step then waits for a
+        different group.
         """
         return training_samples(group, self.rewards(group))
 

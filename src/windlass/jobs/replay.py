@@ -88,7 +88,7 @@ async def replay(
     """Compare a sample with an engine.
 
     If sampling is greedy, or the sample has one answer and a seed, the engine generates whole answers again. Their
-    tokens must equal the sample's. For any other sample, the engine returns its most probable token at each position.
+    tokens must equal the sample's. Otherwise, the engine returns its most probable token at each position.
     At positions where this is the sample's token, compare the log-probabilities.
 
     Args:
@@ -149,7 +149,7 @@ async def replay(
 
 
 def _spans(sample: TrainingSample) -> Iterator[tuple[int, int]]:
-    """Yield [first, last) of each run of generated tokens in the output of a sample."""
+    """Yield the range [first, last) of each sequence of consecutive generated tokens in a sample's output."""
     first: int | None = None
     # Tokens that no engine generated have version -1. Tokens of an engine without a controller also have version -1, but
     # their loss mask is True.

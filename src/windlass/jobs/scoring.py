@@ -108,7 +108,7 @@ class Scoring:
     ) -> dict[int, list[TrainingSample]] | None:
         """Return the samples of the groups of one step by group id, or None if too few tasks are left for a step.
 
-        If the recipe returns no samples for a group, the group is declined, and another group takes its place.
+        If the recipe returns no samples for a group, the group is declined, and the step waits for a different group.
         `batch_deadline_s` limits the wait for enough complete groups, and separately the scoring of each group.
 
         Args:

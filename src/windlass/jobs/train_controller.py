@@ -360,8 +360,8 @@ class TrainController:
         """Publish the weights of all ranks as `version`. When this method returns, training may change the weights.
 
         This method returns when engines serve the version. If all ranks send from replicas, it returns earlier: as soon
-        as the weights are copied to the replicas. The next call of `publish` then first waits for the end of this
-        update, and raises an error if the update failed. The first call always waits until engines serve the version,
+        as the weights are copied to the replicas. The next call of `publish` first waits until this update ends,
+        and raises an error if the update failed. The first call always waits until engines serve the version,
         because before this call engines serve no version of this job.
 
         Raises:
@@ -393,7 +393,7 @@ class TrainController:
         await self._finish_update(Deadline.after(deadline_s, "publish"))
 
     async def _finish_update(self, deadline: Deadline) -> None:
-        """Wait for the end of the update in progress, if there is one, and forget the update.
+        """Wait until the update in progress ends, if there is one, and forget the update.
 
         Raises:
             TrainerError: the version was not published, a rank died, or the deadline passed.
@@ -633,7 +633,7 @@ class TrainController:
                 wait.cancel()
 
     async def _watch(self, name: str) -> str:
-        """Wait for the end of a process; return a text with its exit status and the end of its log."""
+        """Wait until a process ends; return a text with its exit status and the last lines of its log."""
         status = await self._scheduler.wait(name)
         ended = f"{name} ended with exit status {status.returncode}"
         return f"{ended}; its log ends:\n{await self._log_tail(name)}"
@@ -741,7 +741,7 @@ def _value_of(rank: _Rank, done: Done) -> Any:
 
 
 async def _published(update: CalledUpdate) -> TrainResult:
-    """Wait for the end of an update; return `Failed` with the reason if its version was not published."""
+    """Wait until an update ends; return `Failed` with the reason if its version was not published."""
     report = await asyncio.shield(update.report)
     if report.outcome is RoundOutcome.PUBLISHED:
         return Done()

@@ -281,7 +281,7 @@ def _hash_source(
 ) -> str:
     """Return the digest of a link. Each part is hashed right after packing, while it is in the cache.
 
-    `parts` gets the index of an op and the op. It returns the parts to pack, each with the address to pack it to. If it
+    `parts` gets the index of an op and the op. It returns the parts to pack, each with its destination address. If it
     returns no part, the op is hashed in place.
     """
     digest = new_digest()
@@ -368,7 +368,7 @@ def split_op(op: BoundOp, limit: int) -> Iterator[BoundOp]:
 
 
 def _rows_of_blocks(op: BoundOp, limit: int) -> Iterator[_Cut]:
-    """Yield parts of at most `limit` bytes that consist of whole rows of blocks; raise PlanError if one row is larger."""
+    """Yield parts of whole rows of blocks, each at most `limit` bytes; raise PlanError if one row is larger."""
     step = _row_of_blocks(op)
     if step > limit:
         raise PlanError(

@@ -137,7 +137,7 @@ class MemoryOps(Protocol):
         return None
 
     def allocation(self, address: int) -> tuple[int, int] | None:  # noqa: ARG002
-        """Return the start and the size in bytes of the GPU allocation that contains `address`.
+        """Return the start address and the size in bytes of the GPU allocation that contains `address`.
 
         If this object is for host memory, return None for every address.
 

@@ -60,7 +60,7 @@ class RateLimit(logging.Filter):
     def filter(self, record: logging.LogRecord) -> bool:
         """Count a record, and return whether to log it.
 
-        The first record of a period also contains the number of records that were dropped in the period before.
+        The first record of a period also contains the number of records that the filter dropped in the previous period.
         """
         now_s = time.monotonic()
         left_out = 0

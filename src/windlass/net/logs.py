@@ -105,7 +105,7 @@ class LineLimit:
         return num_held + 1 if is_due else 0
 
     def count_error(self, error: BaseException) -> int:
-        """Count an exception as `count` does. Exceptions of one type that come from one line of code are of one kind."""
+        """Count an exception as `count` does. Exceptions of the same type from the same line of code have one kind."""
         frames = traceback.extract_tb(error.__traceback__)
         where = f"{frames[-1].filename}:{frames[-1].lineno}" if frames else ""
         return self.count(f"{type(error).__name__} {where}")

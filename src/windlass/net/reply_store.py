@@ -35,8 +35,8 @@ class ReplyStore(Generic[ResultT]):
         If this is the first call of a new round, drop the replies of all rounds except the previous round.
 
         Raises:
-            StaleMessage: a call of a later round was looked up before; or the call is new and of a round that `void`
-                refuses.
+            StaleMessage: the call is new, and either `lookup` has already received a call of a later round, or `void`
+                refuses the call's round.
         """
         epoch, round_number, _ = call_id
         round_id = epoch, round_number

@@ -338,7 +338,8 @@ class Scheduler:
     async def _drive(self, process: _Process) -> None:
         """Start a process, wait for its end, and record its pid, exit status and failure.
 
-        Set `left_queue` when the process has started, and both `left_queue` and `ended` at the end.
+        Set `left_queue` when the process has started. Set both `left_queue` and `ended` when it has ended or failed to
+        start.
         """
         try:
             process.pid = await self._backend.launch(process.reservation, process.spec)

@@ -293,7 +293,7 @@ class Device:
         self.call("cuMemFree", address)
 
     def upload(self, address: int, data: bytes | memoryview) -> None:
-        """Copy `data` to GPU memory and wait for the end of the copy."""
+        """Copy `data` to GPU memory and wait until the bytes are there."""
         source = bytes(data)
         with self.current():
             _call("cuMemcpyHtoD", address, source, len(source))
