@@ -19,6 +19,7 @@ from windlass.net.addresses import (
     address_towards,
     free_port,
     is_loopback,
+    is_this_host,
     is_wildcard,
     join_host_port,
     listen,
@@ -180,8 +181,21 @@ def test_a_connection_that_is_still_read_after_the_deadline_is_a_named_error() -
         port = int(listener.getsockname()[1])
         with socket.create_connection(("127.0.0.1", port), 5.0):
             accepted, _ = listener.accept()
-            with accepted, pytest.raises(TransferFailed, match="has not closed 1 connections"):
+            with accepted, pytest.raises(TransferFailed, match="but 1 of 1 are open"):
                 cut_accepted_on(port, 0.05)
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "127.0.1.1", "localhost", "[::1]"])
+def test_every_address_of_this_host_is_this_host(host: str) -> None:
+    """Debian and Ubuntu give the host's own name the address 127.0.1.1 in /etc/hosts."""
+    assert is_this_host(f"http://{host}:8000")
+
+
+def test_addresses_of_other_hosts_are_not_this_host() -> None:
+    # RFC 5737 reserves this network for documentation.
+    assert not is_this_host("http://192.0.2.7:8000")
+    with pytest.raises(PeerUnreachable, match="cannot be resolved"):
+        is_this_host("http://no.such.host.invalid:80")
 
 
 def test_a_listener_outlives_a_client_that_it_could_not_accept(

@@ -199,18 +199,24 @@ def address_towards(url: str) -> str:
 
 
 def is_this_host(url: str) -> bool:
-    """Return whether the host of `url` is this host. Ask the name service, but send nothing to the host.
+    """Return whether the host of `url` is this host: whether a socket can be bound to its address. Nothing is sent to it.
 
     Raises:
         ConfigError: `url` is invalid; see `check_url`.
-        PeerUnreachable: the host name is unknown, or there is no route to the host.
+        PeerUnreachable: the name service does not know the host.
     """
     parts = check_url(url, "controller")
     try:
-        found = socket.getaddrinfo(parts.hostname, parts.port or 80, type=socket.SOCK_DGRAM)
+        found = socket.getaddrinfo(parts.hostname, 0, type=socket.SOCK_DGRAM)
     except OSError as error:
         raise PeerUnreachable(f"the host name in {url} cannot be resolved: {error}") from error
-    return found[0][4][0] == address_towards(url)
+    family, kind, protocol, _, address = found[0]
+    with socket.socket(family, kind, protocol) as probe:
+        try:
+            probe.bind(address)
+        except OSError:
+            return False
+    return True
 
 
 def _in_network(wanted: str) -> str:
