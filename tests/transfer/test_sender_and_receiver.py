@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from windlass.config import UpdateMode
+from windlass.errors import TransferFailed
 from windlass.layout.box import Box
 from windlass.layout.dtypes import DType
 from windlass.layout.manifest import ManifestBuilder, Role, ShardManifest
@@ -18,6 +19,7 @@ from windlass.planning.planner import plan_transfer
 from windlass.transfer.arena import Arena
 from windlass.transfer.base import ParameterMemory
 from windlass.transfer.bindings import LinkStatus
+from windlass.transfer.destination import Destination
 from windlass.transfer.receiver import Receiver
 from windlass.transfer.sender import Sender
 from windlass.transports.base import MemoryRegion, OneSidedTransport
@@ -215,6 +217,30 @@ def test_staged_writes_change_no_live_weight_before_apply() -> None:
             assert all(bool((tensor == -1.0).all()) for tensor in engine.memory)
     finally:
         fleet.close()
+
+
+def test_a_binding_without_its_copies_is_not_verified(monkeypatch: pytest.MonkeyPatch) -> None:
+    """If `apply` would copy nothing, right bytes in the staging memory must not count as an update."""
+    fleet, _ = standard_fleet(DType.FLOAT32, UpdateMode.STAGED, 0)
+    fleet.close()
+    engine = fleet.engines[0]
+    destination = Destination(engine.manifest, [tensor.data_ptr() for tensor in engine.memory])
+    part = fleet.plan.parts(sending=False, all_names=True)[engine.manifest.worker]
+    try:
+        destination.bind(part, shadow=True, staged=True)
+        assert destination.digests is not None
+        right = destination.digests.take([*destination.programs], 20.0)
+        assert destination.verify(right) == ()
+
+        def refuse(*_: object) -> None:
+            raise TransferFailed("too little memory")
+
+        monkeypatch.setattr(type(destination.memory), "prepare", refuse)
+        with pytest.raises(TransferFailed, match="too little memory"):
+            destination.bind(part, shadow=True, staged=True)
+        assert destination.verify(right) == tuple(sorted(right))
+    finally:
+        destination.close()
 
 
 def test_a_wrong_byte_is_found_named_and_healed_by_writing_again() -> None:

@@ -187,7 +187,12 @@ class Destination:
             programs, np.array(self.addresses, np.uint64), self.staging_address
         )
         self.programs = programs
-        self._flip = self.memory.prepare(list(self._not_live()))
+        try:
+            self._flip = self.memory.prepare(list(self._not_live()))
+        except BaseException:
+            # `verify` must fail, because `apply` would copy nothing.
+            self._unbind()
+            raise
 
     def unaddressed_binding(self, endpoint: PeerEndpoint) -> DestinationBinding:
         """Return a binding without addresses, for backends without one-sided writes."""
