@@ -196,7 +196,7 @@ async def test_tensors_that_are_not_finite_are_counted_by_name(
     reports = await scripted(model, script)
     assert [report.non_finite for report in reports] == [{}, *[{"up.weight": 1}] * 3, {}]
     (line,) = warnings_of(caplog, "NaN")
-    assert line.startswith("version 1: 'up.weight' of the trainers contain NaN or infinity")
+    assert line.startswith("version 1: trainer parameters contain NaN or infinity: 'up.weight'")
 
 
 @pytest.mark.parametrize("way", configs(Path("/"), ControlConfig()))

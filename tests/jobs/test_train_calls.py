@@ -180,7 +180,7 @@ async def test_a_rank_of_an_earlier_start_takes_no_place(job: str) -> None:
         assert isinstance(refused, Refused)
         assert (
             refused.final,
-            "job must be the id of the newest start of the ranks" in refused.message,
+            "job must be the id of the newest launch of the trainer ranks" in refused.message,
         ) == (
             True,
             True,

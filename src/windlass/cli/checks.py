@@ -414,7 +414,7 @@ def _checkpoint(folder: Path) -> Finding:
     nbytes = 8 * sum(spec.numel for spec in specs)
     found = (
         f"{len(specs)} tensors{' in block float8' if quantised else ''}; the capture of an "
-        f"engine's layout needs up to {nbytes >> 20} MiB per rank; afterwards each rank keeps copies of the tensors from "
-        "which the engine computes others"
+        f"engine's layout needs up to {nbytes >> 20} MiB per rank; after the capture, each rank still holds copies of the "
+        "tensors from which the engine computes other tensors"
     )
     return Finding("checkpoint", WORKS, found)

@@ -570,10 +570,10 @@ class Fleet:
     def settle(self, trainer: Identity, round_id: RoundId, seq: int, result: Result) -> bool:
         """End a hold if a late answer shows that the write of the hold has ended.
 
-        Late answers arrive after the end of their round. The answer to the write command of a hold ends the hold. If
-        this answer reports a link with an unknown outcome, quarantine the link's destination. If the answer is a failure
-        with an unknown outcome, quarantine all engine processes of the hold. The answer to a probe also ends the
-        hold: agents answer in order, so the write has ended or has never begun.
+        Late answers arrive after the end of their round. The answer to the write command of a hold ends the hold. The
+        answer may name links with an unknown outcome: quarantine the destinations of these links. If the whole command
+        failed with an unknown outcome, no link is named: quarantine all engine processes of the hold. The answer to a probe
+        also ends the hold: agents answer in order, so the write has ended or has never begun.
 
         Returns:
             Whether the answer has ended a hold or quarantined an engine.

@@ -79,7 +79,7 @@ class Suspicions:
             _log.warning("%s", unchanged_reason(report.version))
         if non_finite and not self._had_non_finite:
             _log.warning(
-                "version %d: %s of the trainers contain NaN or infinity",
+                "version %d: trainer parameters contain NaN or infinity: %s",
                 report.version,
                 said(non_finite),
             )

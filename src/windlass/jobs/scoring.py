@@ -167,10 +167,10 @@ class Scoring:
             self._taken.pop(group_id, None)
 
     def return_groups(self) -> tuple[GroupHandle, ...]:
-        """Let the next steps train again on the groups of the steps since the newest checkpoint, in the same order.
+        """Return the groups that were trained after the newest checkpoint. The next steps train on them in the same order.
 
-        The steps get the same samples. If a group has large tensors, its answers are generated and scored again,
-        because the job does not keep such tensors.
+        Each group keeps its samples, except a group with large tensors. The job does not keep such tensors, so the
+        answers of this group are generated and scored again.
 
         Returns:
             New handles of the groups, see `RolloutController.return_groups`.

@@ -370,7 +370,9 @@ class TrainController:
                 If ranks send from replicas, also: the previous version was not published.
         """
         if self._coordinator is None:
-            raise ConfigError("TrainController: coordinator must be given to publish, got none")
+            raise ConfigError(
+                "TrainController: publish needs a coordinator, but this object was created without one"
+            )
         deadline = Deadline.after(deadline_s, "publish")
         await self._finish_update(deadline)
         left_s = max(deadline.remaining_s, 0.1)
@@ -533,7 +535,7 @@ class TrainController:
 
         Each process has `grace_s` before SIGKILL. If ending a rank fails, end all other ranks, then raise the first error.
 
-        Clear `ranks_started`. The job then waits until the next `start` before it starts engines on the ranks' GPUs.
+        Clear `ranks_started`, so that the job starts no engines on the ranks' GPUs until `start` has started the ranks again.
         """
         self.ranks_started.clear()
 
@@ -675,7 +677,7 @@ class TrainController:
         rank = self._ranks[first.rank]
         if not self._job or not hmac.compare_digest(first.job.encode(), self._job.encode()):
             raise ProtocolError(
-                f"train worker: {rank.peer}: job must be the id of the newest start of the ranks, got {first.job!r}"
+                f"train worker: {rank.peer}: job must be the id of the newest launch of the trainer ranks, got {first.job!r}"
             )
         if rank.incarnation not in ("", first.incarnation):
             raise MustWait(f"train worker: another process has already joined as {rank.peer}")

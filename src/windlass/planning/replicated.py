@@ -234,8 +234,8 @@ class Replicated:
             )
         return (
             f"ranks that hold the same box must hold the same bytes, but {self._describe(box)} differs: "
-            f"{sides}{more}; usual causes are a step that is not gathered or reduced on all ranks, or "
-            "different pieces that are described as replicas"
+            f"{sides}{more}; usual causes are gradients that are not reduced over all ranks, updated parameters "
+            "that are not gathered on all ranks, and different pieces that are described as replicas"
         )
 
     def _describe(self, box: int) -> str:

@@ -167,7 +167,9 @@ def exported_manifest(
     *,
     deadline_s: float,
 ) -> ShardManifest:
-    """Return the manifest of a module's tensors. Its checkpoint tensors come from the exporter. Collective.
+    """Return the manifest of a module's tensors. Collective.
+
+    The exporter determines the checkpoint tensors and their places in the module's tensors.
 
     Args:
         held: tensors of the module on this rank.

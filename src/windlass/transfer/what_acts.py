@@ -391,9 +391,8 @@ def refuse_rewritten(module: torch.nn.Module, tensors: Mapping[str, torch.Tensor
     for name, tensor in tensors.items():
         if isinstance(other := saved.get(name), torch.Tensor) and _differs(tensor, other):
             raise UnsupportedLayout(
-                f"parameter {name!r}: must have the values that `state_dict` saves, got other values from a hook or an "
-                "override of `state_dict`; publish a module whose parameters have the saved values, or leave the "
-                "parameter out with `name_map`"
+                f"parameter {name!r}: a hook or an override of `state_dict` saves other values than the parameter has; "
+                "publish a module whose parameters have the saved values, or leave the parameter out with `name_map`"
             )
 
 

@@ -404,7 +404,9 @@ def _received_dtype(name: str, holding: Holding, parts: Parts) -> DType:
 def _roundings(
     name: str, memory: torch.Tensor, target: torch.Tensor, parts: Parts
 ) -> Iterator[Rounding]:
-    """Yield one `Rounding` for each checkpoint dtype to which the engine's loader rounds elements of a parameter.
+    """Yield one `Rounding` for each half-precision checkpoint dtype of a parameter that has another dtype.
+
+    A load gives values of this checkpoint dtype. So an update must round the trainer's values to this dtype too.
 
     `memory` is the memory that updates write, and `target` is the memory of the parameter; both may be the same. `parts`
     has the parameter's boxes of checkpoint tensors.

@@ -404,7 +404,9 @@ class ServerSleep:
             raise
 
     def come_to_rest(self, order: str, deadline_s: float | None) -> None:
-        """Order all ranks to map sleeping weights and to carry out `order`. If one rank fails, the pause fails on all ranks.
+        """Pause a server that sleeps: order all ranks to map sleeping weights and to carry out `order`.
+
+        If one rank fails, the pause fails on all ranks.
 
         Args:
             order: `Quiesce` in JSON.

@@ -160,7 +160,7 @@ def store_packed(pieces: StructuredArray, first: int, address: int) -> None:
 
 
 def cut_op(op: BoundOp, *, at_source: bool) -> StructuredArray:
-    """Return the pieces of an op. `src`, `dst` and `pos` of a piece count from the op's first element.
+    """Return the pieces of an op. In each piece, `src`, `dst` and `pos` are offsets from the op's first element.
 
     Raises:
         UnsupportedLayout: the op quantises, and its rows are not contiguous.
