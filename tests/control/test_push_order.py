@@ -67,7 +67,7 @@ async def test_push_order_refuses_repeated_calls_late_calls_and_an_early_end() -
     order = PushOrder(2)
     async with order.turn(0, 0):
         pass
-    with pytest.raises(RoundAborted, match="call 0 of stage 0 was sent twice or too late"):
+    with pytest.raises(RoundAborted, match="call 0 of leader 0 was sent twice or too late"):
         async with order.turn(0, 0):
             pass
 

@@ -63,7 +63,7 @@ def config(*options: str) -> LaunchConfig:
     [
         (
             ("--transport", "cuda_ipc"),
-            r"--transport must be one of .*'auto'\] with --device cpu, because cuda_ipc writes only memory of GPUs",
+            r"--transport must be one of .*'auto'\] with --device cpu, got 'cuda_ipc': cuda_ipc writes only memory of GPUs",
         ),
         (
             ("--engine", "vllm", "--transport", "shm"),
@@ -89,26 +89,26 @@ def test_colocated_engines_pull_and_retract() -> None:
     [
         (
             ("--engine", "vllm"),
-            "--colocate with --engine vllm needs --device cuda, because vllm's build for CPUs .* use --engine embedded",
+            "--colocate with --engine vllm needs --device cuda, got 'cpu': vllm's build for CPUs .* use --engine embedded",
         ),
         (
             ("--engine", "sglang"),
-            "--colocate with --engine sglang needs --device cuda, because sglang's build for CPUs",
+            "--colocate with --engine sglang needs --device cuda, got 'cpu': sglang's build for CPUs",
         ),
         (
             ("--engine", "vllm", "--device", "cuda", "--transport", "cuda_ipc"),
-            "--engine vllm needs --backend p2p and --transport pull, because .* 'cuda_ipc'",
+            "--engine vllm needs --backend p2p and --transport pull, got .* 'cuda_ipc': other backends",
         ),
         (
             ("--transport", "shm"),
-            "--transport pull or cma, because other backends .* got 'p2p' and 'shm'",
+            "--transport pull or cma, got 'p2p' and 'shm': other backends",
         ),
         (("--backend", "disk"), "needs --backend p2p .* got 'disk'"),
-        (("--kill-engine-at", "2"), "--kill-engine-at must be 0 with --colocate, .* got 2"),
+        (("--kill-engine-at", "2"), "--kill-engine-at must be 0 with --colocate, got 2"),
         (("--pause-mode", "in_place"), "--pause-mode must be abort or retract .* got 'in_place'"),
         (
             ("--engine", "vllm", "--device", "cuda", "--pause-mode", "retract"),
-            "--pause-mode must be abort with --colocate --engine vllm, .* got 'retract'",
+            "--pause-mode must be abort with --colocate --engine vllm, got 'retract'",
         ),
     ],
 )
@@ -502,7 +502,7 @@ def test_a_demo_deletes_only_the_output_of_an_earlier_demo(tmp_path: Path) -> No
         (tmp_path / "out" / "log").write_text("old")
     (tmp_path / "thesis.tex").write_text("mine")
     with pytest.raises(
-        ConfigError, match=f"an empty folder, or the folder of an earlier .* got {tmp_path}$"
+        ConfigError, match=f"an empty folder, or the folder of an earlier demo, got {tmp_path}: "
     ):
         make_directory(config("--output", str(tmp_path)))
     assert (tmp_path / "thesis.tex").read_text() == "mine"

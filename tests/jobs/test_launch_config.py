@@ -104,7 +104,7 @@ def test_a_scheduler_of_another_package_is_found_by_its_name(
         create_scheduler(PluginSchedulerConfig("slots"), tmp_path)
     two_nodes = write(tmp_path, ('kind = "local"', table), ("world_size = 2", TWO_NODES))
     with pytest.raises(
-        ConfigError, match=r"trainer\.num_nodes must be 1, because the scheduler has"
+        ConfigError, match=r"trainer\.num_nodes must be 1, got 2: the scheduler has"
     ):
         check_job(load_config(two_nodes))
 
@@ -537,7 +537,7 @@ def with_arguments(*words: str) -> tuple[str, str]:
         ),
         (
             (("world_size = 2", "world_size = 2\nnum_nodes = 2"),),
-            r"trainer\.num_nodes must be 1, because the scheduler has only this host, got 2",
+            r"trainer\.num_nodes must be 1, got 2: the scheduler has only this host",
         ),
         (
             (
@@ -598,7 +598,7 @@ def with_arguments(*words: str) -> tuple[str, str]:
         ),
         (
             (SLURM, REACHED),
-            r"transport must be auto, mooncake or nixl, .*, got 'cma'",
+            r"transport must be auto, mooncake or nixl, got 'cma': the scheduler has several hosts",
         ),
         (
             ((LOCAL, 'kind = "ray"\naddress = "10.0.0.1:6379"'), REACHED),

@@ -179,7 +179,7 @@ def test_a_checkpoint_contains_a_folder_that_transformers_loads(
         (
             {},
             {"top_p": 0.9},
-            "rollout.sampling.top_p must be 1.0, because the loss uses the engine",
+            "rollout.sampling.top_p must be 1.0, got 0.9: the loss uses the engine",
         ),
         (
             {},

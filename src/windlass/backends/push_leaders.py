@@ -86,8 +86,8 @@ class PushOrder:
         call = (number, leader)
         if call < self._next or call in self._waiting:
             raise RoundAborted(
-                f"callback: call {number} of stage {leader} was sent twice or too late. "
-                f"The next call must be call {self._next[0]} of stage {self._next[1]}."
+                f"callback: call {number} of leader {leader} was sent twice or too late; the next call must be call "
+                f"{self._next[0]} of leader {self._next[1]}"
             )
         if call > self._next and not self._failure:
             turn = asyncio.get_running_loop().create_future()

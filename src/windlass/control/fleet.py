@@ -326,8 +326,8 @@ class Fleet:
         trainers = self.trainers() if hello.role is Role.TRAINER else None
         if trainers is not None and trainers.name != hello.group:
             raise ProtocolError(
-                f"{hello.worker}: group must be {trainers.name!r}, because this trainer group is "
-                f"connected already, got {hello.group!r}"
+                f"{hello.worker}: group must be {trainers.name!r}, got {hello.group!r}: this trainer group is "
+                "connected already"
             )
         if hello.role is Role.ENGINE and hello.group == self._trainer_group:
             raise ProtocolError(

@@ -147,8 +147,9 @@ class HeldWeights:
             Answer to `Prepare`: `Prepared` with the digests, or `Done` if this round compares nothing.
 
         Raises:
-            RoundAborted: a parameter contains NaN or infinity, and `non_finite` is "refuse". Or the weights were copied to
-                the replica in an earlier round, and this round needs digests that were not computed before the copy.
+            RoundAborted: a parameter contains NaN or infinity, and `non_finite` is "refuse". Or this round
+                needs digests, which can only be computed before the weights are copied to the replica, but an earlier round
+                has copied them already.
         """
         prepared = self._compare(command) if command.period else Done()
         self._check_finite(command)

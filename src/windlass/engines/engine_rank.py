@@ -149,10 +149,10 @@ class RankHooks:
             raise
 
     def _look(self, captured: Captured) -> None:
-        """Search for new derived values (`Captured.look`), or check the result of the search before sleep.
+        """Search for new derived values (`Captured.look`). If the weights are lost, check the result of an earlier search.
 
-        If the weights are lost, no search is possible. The main loop searched before sleep freed the weights, and recorded
-        any problem in `RankSleep.missed`.
+        The main loop made the earlier search just before it freed the weights, and recorded any problem in
+        `RankSleep.missed`.
 
         Raises:
             UnsupportedLayout: an update cannot refill a derived value, or the engine has moved a tensor into which updates

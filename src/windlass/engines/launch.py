@@ -176,8 +176,8 @@ def server_environment(args: argparse.Namespace) -> Iterator[dict[str, str]]:
     token = control_token() if args.controller else secret_value(TOKEN_VARIABLE)
     if args.nnodes > 1 and not token:
         raise ConfigError(
-            f"--nnodes must be 1 without a token, because ranks on other nodes authenticate with the token, "
-            f"got {args.nnodes}"
+            f"--nnodes must be 1 without a token, got {args.nnodes}: ranks on other nodes authenticate with the "
+            "token"
         )
     waits = {CONTROLLER_VARIABLE: WAIT}
     if not token and has_certificate():

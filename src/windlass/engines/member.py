@@ -171,6 +171,6 @@ class Member(ABC):
         if is_loopback(host) and (self._spans_hosts or not is_this_host(controller)):
             who = "a rank" if self._spans_hosts else controller
             raise ConfigError(
-                f"--host must be an address that other hosts can reach, because {who} is on another host, got {host!r}"
+                f"--host must be an address that other hosts can reach, got {host!r}: {who} is on another host"
             )
         return host

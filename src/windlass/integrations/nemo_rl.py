@@ -72,8 +72,8 @@ class WindlassCheckpointEngine(CheckpointEngine):  # type: ignore[misc]  # NeMo-
     def prepare(self) -> dict[str, Any]:
         """Return this rank's name as a receiver, its host, and the port of its store.
 
-        Rank 0 of the default process group creates a store; other ranks return port 0. The policy and vLLM have separate
-        default process groups. The vLLM ranks use the store of the policy's rank 0.
+        The policy and vLLM have separate default process groups. Rank 0 of each group creates a store; other ranks return
+        port 0. All ranks use the store of the policy's rank 0, and none uses the store of vLLM's rank 0.
         """
         host = ray.util.get_node_ip_address().strip("[]")
         if self._store is None and dist.get_rank() == 0:

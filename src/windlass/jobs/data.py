@@ -1,4 +1,4 @@
-"""Data sets of a job: the table `[data]`, and rows from JSON lines or from the library datasets."""
+"""Data sets of a job: the table `[data]`, and rows from JSON lines or from the library `datasets`."""
 
 from __future__ import annotations
 
@@ -117,7 +117,7 @@ def load_rows(path: str, *, name: str = "", split: str = "train") -> Sequence[Ro
     """Return the rows of a data set; see `DataSection`.
 
     Raises:
-        ConfigError: the data set cannot be loaded, or the library datasets is not installed.
+        ConfigError: the data set cannot be loaded, or the library `datasets` is not installed.
     """
     if path.endswith(LINES):
         return JsonLines(Path(path))
@@ -125,7 +125,7 @@ def load_rows(path: str, *, name: str = "", split: str = "train") -> Sequence[Ro
         datasets: Any = importlib.import_module("datasets")
     except ImportError as error:
         raise ConfigError(
-            f"data: path must be a file with the ending {LINES[0]} unless the library datasets is installed, got "
+            f"data: path must be a file with the ending {LINES[0]} unless the library `datasets` is installed, got "
             f"{path!r}; install Windlass with the extra `data`"
         ) from error
     try:

@@ -1308,8 +1308,7 @@ def _check_nodes(config: LaunchConfig) -> None:
         for where, num_nodes in [("trainer.", config.trainer.num_nodes), *engines]:
             if num_nodes > 1:
                 raise ConfigError(
-                    f"{where}num_nodes must be 1, because the scheduler has only this host, "
-                    f"got {num_nodes}"
+                    f"{where}num_nodes must be 1, got {num_nodes}: the scheduler has only this host"
                 )
     elif config.scheduler.crosses_hosts:
         _check_hosts(config)
@@ -1335,7 +1334,7 @@ def _check_context(config: LaunchConfig, engine: EngineSection) -> None:
         if context is not None and sampling.max_new_tokens >= context:
             raise ConfigError(
                 f"engines {engine.name!r}: {spec.context_option} must be > {sampling.max_new_tokens} "
-                f"({table}.max_new_tokens), so that a prompt fits too, got {context}"
+                f"({table}.max_new_tokens), got {context}: the prompt needs room too"
             )
 
 
@@ -1464,8 +1463,7 @@ def _check_hosts(config: LaunchConfig) -> None:
     transport = parse_transport(config.transport)
     if not transport.between_hosts:
         raise ConfigError(
-            "transport must be auto, mooncake or nixl, because the scheduler has several hosts, "
-            f"got {transport.name!r}"
+            f"transport must be auto, mooncake or nixl, got {transport.name!r}: the scheduler has several hosts"
         )
 
 

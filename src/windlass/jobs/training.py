@@ -134,8 +134,9 @@ class TrainingSection(msgspec.Struct, frozen=True, kw_only=True):
         for name, value in neutral.items():
             if uses and getattr(sampling, name) != value:
                 raise ConfigError(
-                    f"rollout.sampling.{name} must be {value!r}, because the loss uses the engine's log-probabilities, "
-                    f"got {getattr(sampling, name)!r}; or set training.old_policy = 'trainer' and training.correction = 'none'"
+                    f"rollout.sampling.{name} must be {value!r}, got {getattr(sampling, name)!r}: the loss uses "
+                    "the engine's log-probabilities; or set training.old_policy = 'trainer' and "
+                    "training.correction = 'none'"
                 )
 
 

@@ -182,8 +182,8 @@ class JournalFile(Generic[EntryT]):
     def replace(self, upto_nbytes: int) -> None:
         """Replace this file by the file that `write_replacement` wrote.
 
-        The entries of the new file stand for the first `upto_nbytes` bytes of this file. Lines after these bytes are first
-        appended to the new file. Until the next `sync`, a power cut may restore the old file.
+        The entries of the new file stand for the first `upto_nbytes` bytes of this file. Before the
+        replacement, this method appends the lines after these bytes to the new file. Until the next `sync`, a power cut may restore the old file.
 
         Raises:
             OSError: the file could not be replaced; this object still uses the old file, which is unchanged.

@@ -168,7 +168,7 @@ class TensorStore(Closing):
     async def hold(
         self, tensors: Mapping[str, SampleTensor], inline_nbytes: int
     ) -> dict[str, SampleTensor]:
-        """Store the elements of tensors of more than `inline_nbytes` bytes. Return all tensors, without these elements."""
+        """Store the elements of large tensors (more than `inline_nbytes` bytes). Return all tensors, large ones without elements."""
         large = [name for name, tensor in tensors.items() if is_large(tensor, inline_nbytes)]
         if not large:
             return dict(tensors)

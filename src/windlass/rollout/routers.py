@@ -223,7 +223,7 @@ class RouterUpdates:
                     told = fleet if await self._tell(http, config) else None
 
     async def _tell(self, http: aiohttp.ClientSession, config: RouterConfig) -> bool:
-        """Notify one router of the current fleet, in up to `num_tries` tries; return whether the router is up to date.
+        """Send the current fleet to one router, in up to `num_tries` tries; return whether the router is up to date.
 
         During a round, return False and send nothing: a new notification starts when the round ends.
         """

@@ -133,9 +133,9 @@ def _box_of(name: str, tensor: DTensor, *, by_fsdp: bool) -> Box:
             is_turned = rank != places[axis]
             if len(axes) > 1 and not is_by_fsdp and is_turned and sizes[dim] % parts:
                 raise UnsupportedLayout(
-                    f"parameter {name!r}: mesh axis {axis} must cut dim {dim} evenly, because other axes cut this dim "
-                    f"too and the ranks along the axis do not ascend, got {sizes[dim]} elements for {parts} ranks of "
-                    f"{mesh.mesh.tolist()}"
+                    f"parameter {name!r}: mesh axis {axis} must cut dim {dim} evenly, got {sizes[dim]} elements "
+                    f"for {parts} ranks of {mesh.mesh.tolist()}: other axes cut this dim too and the ranks along "
+                    "the axis do not ascend"
                 )
             start, sizes[dim] = chunk(sizes[dim], parts, rank)
             offsets[dim] += start
@@ -145,8 +145,9 @@ def _box_of(name: str, tensor: DTensor, *, by_fsdp: bool) -> Box:
             held = (*tensor._local_tensor.shape, *([0] * tensor.dim()))[dim]
             if held == len(read) and not np.array_equal(read, np.arange(sizes[dim]) + offsets[dim]):
                 raise UnsupportedLayout(
-                    f"parameter {name!r}: dim {dim} must be cut evenly, because torch distributes and gathers uneven strided "
-                    f"shards differently, got {tensor.shape[dim]} elements and placements {tensor.placements}"
+                    f"parameter {name!r}: dim {dim} must be cut evenly, got {tensor.shape[dim]} elements and "
+                    f"placements {tensor.placements}: torch distributes and gathers uneven strided shards "
+                    "differently"
                 )
     return Box(tuple(offsets), tuple(sizes))
 

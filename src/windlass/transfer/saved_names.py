@@ -109,6 +109,8 @@ def saved_parts(
 ) -> list[list[PlacedShard]]:
     """Return, for each part, the boxes of the tensors that transformers would save from it.
 
+    transformers converts the model's tensors when it saves them. This function runs the conversion on element ids.
+
     Args:
         model: transformers model, sharded or not. The parts have the names of its tensors.
         held: parts of all parameters. A tied parameter has one part per name.

@@ -181,7 +181,7 @@ class SenderBinding:
         return True
 
     def close(self) -> None:
-        """Unregister and free the memory, but abandon memory that late writes or kernels may still read. Idempotent."""
+        """Unregister and free the memory. Memory from which late writes or kernels may still read stays allocated. Idempotent."""
         if self.stores is not None:
             self.stores.close()
         self.settle_doubt(renew=False)

@@ -184,8 +184,8 @@ def demo_config(args: argparse.Namespace) -> LaunchConfig:
         raise ConfigError(f"demo: --steps must be >= 1, got {args.steps}")
     if not 0 <= args.kill_engine_at < args.steps:
         raise ConfigError(
-            f"demo: --kill-engine-at must be in [0, steps={args.steps}), because the killed engine comes "
-            f"back with a later version, got {args.kill_engine_at}"
+            f"demo: --kill-engine-at must be in [0, steps={args.steps}), got {args.kill_engine_at}: the killed "
+            "engine comes back with a later version"
         )
     _check_transport(args, transport, is_server=is_server)
     if args.colocate:
@@ -281,7 +281,7 @@ def _checked_context(args: argparse.Namespace) -> int:
     folder = args.checkpoint
     if args.model is not None:
         raise ConfigError(
-            f"demo: --model must not be given with --checkpoint, because the checkpoint contains a model, got {args.model}"
+            f"demo: --model must not be given with --checkpoint, got {args.model}: the checkpoint contains a model"
         )
     if not (folder / "config.json").is_file() or not any(folder.glob("*.safetensors")):
         raise ConfigError(
@@ -357,8 +357,8 @@ def _check_transport(args: argparse.Namespace, transport: str, *, is_server: boo
     if transport not in able:
         kind = "host memory" if device == "cuda" else "memory of GPUs"
         raise ConfigError(
-            f"demo: --transport must be one of {list(able)} with --device {device}, because {transport} writes only "
-            f"{kind}, got {transport!r}"
+            f"demo: --transport must be one of {list(able)} with --device {device}, got {transport!r}: "
+            f"{transport} writes only {kind}"
         )
     # Only the backend p2p moves weights by a transport.
     if is_server and transport == "shm" and args.backend == "p2p":
@@ -377,25 +377,26 @@ def _check_colocate(args: argparse.Namespace, transport: str) -> None:
                 f"demo: --colocate needs an --engine that can sleep, got {args.engine!r}"
             )
         raise ConfigError(
-            f"demo: --colocate with --engine {args.engine} needs --device cuda, because {args.engine}'s build for CPUs "
-            f"cannot free its memory, got {args.device!r}; use --engine embedded on a CPU"
+            f"demo: --colocate with --engine {args.engine} needs --device cuda, got {args.device!r}: "
+            f"{args.engine}'s build for CPUs cannot free its memory; use --engine embedded on a CPU"
         )
     able = ["pull"] if is_server else ["pull", "cma"]
     if args.backend != "p2p" or transport not in able:
         raise ConfigError(
-            f"demo: --colocate with --engine {args.engine} needs --backend p2p and --transport {' or '.join(able)}, because "
-            f"other backends and transports need the memory of engines to stay in place, got {args.backend!r} and {transport!r}"
+            f"demo: --colocate with --engine {args.engine} needs --backend p2p and --transport {' or '.join(able)}, "
+            f"got {args.backend!r} and {transport!r}: other backends and transports need the memory of engines to "
+            "stay in place"
         )
     modes = ["abort"] if args.engine == "vllm" else ["abort", "retract"]
     if args.pause_mode not in {None, *modes}:
         raise ConfigError(
-            f"demo: --pause-mode must be {' or '.join(modes)} with --colocate --engine {args.engine}, because the KV cache is "
-            f"freed, got {args.pause_mode!r}"
+            f"demo: --pause-mode must be {' or '.join(modes)} with --colocate --engine {args.engine}, got "
+            f"{args.pause_mode!r}: the KV cache is freed"
         )
     if args.kill_engine_at:
         raise ConfigError(
-            "demo: --kill-engine-at must be 0 with --colocate, because a restarted engine copies weights from an awake "
-            f"engine, and all engines sleep, got {args.kill_engine_at}"
+            f"demo: --kill-engine-at must be 0 with --colocate, got {args.kill_engine_at}: a restarted engine "
+            "copies weights from an awake engine, and all engines sleep"
         )
 
 
@@ -414,12 +415,13 @@ def _check_compare(args: argparse.Namespace, *, is_server: bool) -> None:
         )
     if args.kill_engine_at:
         raise ConfigError(
-            f"demo: --kill-engine-at must be 0 with --compare, because the engine's own transfer does not survive the "
-            f"death of an engine, got {args.kill_engine_at}"
+            f"demo: --kill-engine-at must be 0 with --compare, got {args.kill_engine_at}: the engine's own "
+            "transfer does not survive the death of an engine"
         )
     if args.scheduler != "local":
         raise ConfigError(
-            f"demo: --scheduler must be local with --compare, because the second job runs on this host, got {args.scheduler!r}"
+            f"demo: --scheduler must be local with --compare, got {args.scheduler!r}: the second job runs on this "
+            "host"
         )
 
 

@@ -423,8 +423,8 @@ class SglangMember(Member):
         )
         if self._spans_hosts and not self.token:
             raise ConfigError(
-                "--nnodes must be 1 without a token, because ranks on other hosts authenticate with the token, "
-                f"got {settings.nnodes}"
+                f"--nnodes must be 1 without a token, got {settings.nnodes}: ranks on other hosts authenticate "
+                "with the token"
             )
 
     def _end_server(self) -> None:

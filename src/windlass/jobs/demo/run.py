@@ -71,8 +71,8 @@ def check_output(config: LaunchConfig) -> None:
             return
         if any(folder.iterdir()) and not all(path.exists() for path in made):
             raise ConfigError(
-                "demo: --output must be a new folder, an empty folder, or the folder of an earlier demo, because the "
-                f"demo deletes all files in this folder, got {folder}"
+                "demo: --output must be a new folder, an empty folder, or the folder of an earlier demo, got "
+                f"{folder}: the demo deletes all files in this folder"
             )
     except OSError as error:
         raise ConfigError(f"demo: --output {folder} cannot be used: {error}") from error

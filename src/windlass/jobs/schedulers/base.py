@@ -75,8 +75,8 @@ class ProcessSpec(msgspec.Struct, frozen=True, kw_only=True):
             )
         if missing := [gpu for gpu in self.gpus if not 0 <= gpu < reserved.num_gpus]:
             raise ConfigError(
-                f"process {self.name!r}: gpus must be in [0, {reserved.num_gpus}), because {reserved.num_gpus} GPUs "
-                f"are reserved on each node, got {missing[0]}"
+                f"process {self.name!r}: gpus must be in [0, {reserved.num_gpus}), got {missing[0]}: "
+                f"{reserved.num_gpus} GPUs are reserved on each node"
             )
 
 
