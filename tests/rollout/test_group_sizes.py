@@ -207,6 +207,30 @@ async def test_returned_groups_come_first_and_are_never_too_old() -> None:
         assert rollouts.stats().outstanding == 0
 
 
+@pytest.mark.parametrize("wrong", ["unknown", "repeated"])
+async def test_take_delivers_no_group_if_one_id_is_wrong(wrong: str) -> None:
+    async with rig() as made:
+        rollouts = made.rollouts
+        handle = rollouts.submit_workflow_group("w", None, 2, SAMPLING)
+        await made.wait_for_starts(2)
+        made.end(*handle.task_ids)
+        await made.wait_until(lambda: rollouts.ready_ids() == [handle.group_id])
+        bad = handle.group_id + (wrong == "unknown")
+        rule = "complete, not delivered and given once"
+        with pytest.raises(
+            RolloutError, match=rf"take: group_ids must be {rule}, got {bad}; .*ready_ids"
+        ):
+            rollouts.take([handle.group_id, bad])
+        assert rollouts.ready_ids() == [handle.group_id]
+        assert not handle.done()
+        with pytest.raises(
+            RolloutError, match=r"peek: group_id must be complete .*, got 7; .*ready_ids"
+        ):
+            rollouts.peek(7)
+        (group,) = rollouts.take(iter([handle.group_id]))
+        assert group.group_id == handle.group_id
+
+
 async def test_groups_are_returned_only_if_they_were_kept() -> None:
     async with rig() as made:
         handle = made.rollouts.submit_workflow_group("w", None, 2, SAMPLING)

@@ -488,7 +488,11 @@ class RolloutController:
         return list(self._table.ready)
 
     def peek(self, group_id: int) -> RolloutGroup:
-        """Return the complete group with this id without delivering it; the group may still become too old."""
+        """Return the complete group with this id without delivering it; the group may still become too old.
+
+        Raises:
+            RolloutError: the group is not complete, or was delivered.
+        """
         return self._life.peek(group_id)
 
     def take(self, group_ids: Iterable[int], *, keep: bool = False) -> tuple[RolloutGroup, ...]:
@@ -503,10 +507,13 @@ class RolloutController:
                 `return_groups` can make them ready again.
 
         Raises:
-            RolloutError: the journal cannot be written.
+            RolloutError: a group is not complete, was delivered, or is in `group_ids` twice; or the journal cannot be
+                written. In these cases no group is delivered.
         """
         self._journal.check()
-        groups = tuple([self._life.hand_out(group_id, keep=keep) for group_id in group_ids])
+        ids = tuple(group_ids)
+        self._life.check_ready(ids)
+        groups = tuple([self._life.hand_out(group_id, keep=keep) for group_id in ids])
         self._journal.flush()
         return groups
 

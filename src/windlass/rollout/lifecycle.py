@@ -653,9 +653,22 @@ class Lifecycle:
             self._give_up(record)
             self._throw_away(record, record.outcome)
 
+    def check_ready(self, group_ids: Sequence[int]) -> None:
+        """Raise `RolloutError` unless all groups are ready and each id occurs once; see `RolloutController.take`."""
+        for index, group_id in enumerate(group_ids):
+            if group_id not in self.table.ready or group_id in group_ids[:index]:
+                raise RolloutError(
+                    f"take: group_ids must be complete, not delivered and given once, got {group_id}; "
+                    "take ids that ready_ids returns"
+                )
+
     def peek(self, group_id: int) -> RolloutGroup:
-        """Return a ready group without delivering it."""
-        group = self.table.ready[group_id]
+        """Return a ready group without delivering it; raise `RolloutError` if the group is not ready."""
+        group = self.table.ready.get(group_id)
+        if group is None:
+            raise RolloutError(
+                f"peek: group_id must be complete and not delivered, got {group_id}; take an id that ready_ids returns"
+            )
         first = group.records[0]
         rollouts = tuple([record.rollout() for record in group.records])
         return RolloutGroup(group_id, rollouts[0].prompt_ids, rollouts, first.metadata)
