@@ -632,6 +632,18 @@ async def test_a_deadline_ends_a_rollout_on_an_engine_that_never_answers(rig: Ri
     assert (stats.failed, stats.outstanding, stats.lost) == (1, 0, 0)
 
 
+async def test_a_deadline_between_two_attempts_names_the_attempt_that_has_ended(rig: Rig) -> None:
+    rig.config = RolloutConfig(retry_backoff_s=2.0)
+    engine = await rig.up()
+    engine.failing = True
+    handle = rig.controller.submit((1, 5), SAMPLING, deadline_s=0.4)
+    with pytest.raises(
+        PeerTimeout,
+        match=r"deadline_s=0.4 passed between two attempts, after attempt 1 on engine a; newest error: .*engine a ",
+    ):
+        await handle
+
+
 async def test_cancelling_frees_the_engine(rig: Rig) -> None:
     engine = await rig.up(hold=0)
     handles = [rig.controller.submit((index + 1, 5), SAMPLING) for index in range(10)]

@@ -868,12 +868,14 @@ class Lifecycle:
 
     def _expire(self, record: Record) -> None:
         """Fail a rollout whose overall deadline `deadline_s` passed."""
+        when = "between two attempts, after"
         if record.state is State.RUNNING:
             self._withdraw(record)
+            when = "in"
         self._fail(
             record,
             PeerTimeout(
-                f"rollout {record.task_id}: deadline_s={record.work.deadline_s} passed in attempt "
+                f"rollout {record.task_id}: deadline_s={record.work.deadline_s} passed {when} attempt "
                 f"{record.attempt} on engine {record.engine}; newest error: {record.last_error or 'none'}"
             ),
         )
