@@ -8,6 +8,7 @@ import os
 import signal
 import subprocess
 import sys
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -20,7 +21,7 @@ from mesh_rank import LENGTH, Decoder, batch, mean_loss, optimizer, schedule
 
 from windlass.backends.collective_group import Rendezvous
 from windlass.errors import ConfigError
-from windlass.jobs.fsdp_engine import FsdpEngine, LossMean, ParallelSizes, micro_batches
+from windlass.jobs.fsdp_engine import FsdpEngine, LossMean, ParallelSizes, Samples, micro_batches
 
 RANKS = str(Path(__file__).parents[1] / "support" / "mesh_rank.py")
 DEADLINE_S = 300.0
@@ -203,6 +204,26 @@ def test_losses_are_weighted_by_samples_or_by_tokens() -> None:
         ):
             with pytest.raises(ConfigError, match=f"must have at least one {unit}, got none on"):
                 micro_batches(lacking, 1, kind, torch.device("cpu"))
+        wrong_cuts: list[tuple[LossMean, Callable[[Samples], list[Samples]], str]] = [
+            (LossMean.SAMPLES, lambda _: [], "every sample once, got 0 of 3 samples on rank 0"),
+            (
+                LossMean.SAMPLES,
+                lambda _: [[long], []],
+                "every sample once, got 2 of 3 samples on rank 0",
+            ),
+            (
+                LossMean.TOKENS,
+                lambda _: [[long], [long], [short]],
+                f"every trained token once, got {4 * LENGTH + 1} of {2 * LENGTH + 1} trained tokens on rank 0",
+            ),
+        ]
+        for kind, cut, text in wrong_cuts:
+            with pytest.raises(ConfigError, match=f"cut must return {text}"):
+                micro_batches([long, short], 0, kind, torch.device("cpu"), cut=cut)
+        whole = micro_batches(
+            [long, short], 0, LossMean.SAMPLES, torch.device("cpu"), cut=lambda _: [[short], [long]]
+        )
+        assert whole == [([short], 1 / 3), ([long], 2 / 3)]
     finally:
         dist.destroy_process_group()
 

@@ -90,30 +90,38 @@ def micro_batches(
         loss_mean: whether the loss is a mean over samples or over trained tokens. A micro-batch's weight is its number
             of samples (or tokens), divided by the mean number per rank.
         device: device on which the process group can gather tensors.
-        cut: function that cuts groups into micro-batches, in place of `num_groups`.
+        cut: function that cuts groups into micro-batches, in place of `num_groups`. The micro-batches must contain all
+            samples (or tokens) of the groups.
 
     Returns:
         Groups and weight of each micro-batch. To get the mean over the samples (or tokens) of all ranks, sum the
         weighted losses on each rank and average the sums over data-parallel ranks.
 
     Raises:
-        ConfigError: a rank has no sample (or token); every rank raises.
+        ConfigError: a rank has no sample (or token), or `cut` does not return every sample (or token) once; every rank
+            raises.
     """
     own_pieces = list(cut(groups)) if cut is not None else None
     num_pieces = -(-len(groups) // num_groups) if num_groups else 1
+    own_weight = cut_weight = loss_mean.weight(groups)
     if own_pieces is not None:
-        num_pieces = len(own_pieces)
-    own = torch.tensor([num_pieces, loss_mean.weight(groups)], dtype=torch.float64, device=device)
+        num_pieces, cut_weight = len(own_pieces), sum(map(loss_mean.weight, own_pieces))
+    own = torch.tensor([num_pieces, own_weight, cut_weight], dtype=torch.float64, device=device)
     every = [torch.empty_like(own) for _ in range(dist.get_world_size())]
     dist.all_gather(every, own)
     counts = torch.stack(every)
     weights = counts[:, 1].tolist()
+    unit = "sample" if loss_mean is LossMean.SAMPLES else "trained token"
     if 0 in weights:
-        unit = "sample" if loss_mean is LossMean.SAMPLES else "trained token"
         raise ConfigError(
             f"train_step: every rank must have at least one {unit}, got none on rank {weights.index(0)}; "
             f"give each step at least as many groups with a {unit} as there are data-parallel ranks"
         )
+    for rank, (_, weight, in_pieces) in enumerate(counts.tolist()):
+        if in_pieces != weight:
+            raise ConfigError(
+                f"train_step: cut must return every {unit} once, got {in_pieces:g} of {weight:g} {unit}s on rank {rank}"
+            )
     num_pieces = int(counts[:, 0].max())
     mean_weight = sum(weights) / len(weights)
     pieces: list[tuple[Samples, float]] = []
@@ -196,7 +204,8 @@ class FsdpEngine(TrainEngine):
         loss_mean: unit over which `loss` is a mean.
         num_groups: largest number of groups in a micro-batch; 0 for one micro-batch of all groups. All ranks run the
             same number of micro-batches.
-        cut: function that cuts the groups of this rank into micro-batches, in place of `num_groups`; it may split groups.
+        cut: function that cuts the groups of this rank into micro-batches, in place of `num_groups`. It may split groups,
+            but must return every sample once; `prepare` may drop samples.
         lr_schedule: function that builds the schedule from the optimizer. The schedule is stepped after the optimizer,
             and saved and loaded with it.
         mixed_precision: FSDP2's policy. Parameters are stored and published in the dtype that `model` gave them.
