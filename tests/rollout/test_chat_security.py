@@ -37,17 +37,19 @@ class Rig:
 
     def __init__(self, stack: AsyncExitStack, folder: Path) -> None:
         self._stack, self._folder = stack, folder
+        self.may_end, self.ended = asyncio.Event(), asyncio.Event()
         self.http: aiohttp.ClientSession
         self.engine: FakeEngine
 
     async def sessions(self, count: int, max_requests: int = 4) -> list[ChatSession]:
         found: asyncio.Queue[ChatSession] = asyncio.Queue()
-        done = asyncio.Event()
+        done = self.may_end
 
         async def agent(context: WorkflowContext) -> None:
             async with context.chat_endpoint() as session:
                 found.put_nowait(session)
                 await done.wait()
+            self.ended.set()
 
         self.http = await self._stack.enter_async_context(aiohttp.ClientSession())
         self.engine = await self._stack.enter_async_context(FakeEngine("engine"))
@@ -117,6 +119,30 @@ async def test_an_ended_session_refuses_its_key(rig: Rig) -> None:
         await client.ask(later, BODY, 401)
     await client.ask(path, {"reward": 2.0}, 400)
     assert session.reward == 1.0
+
+
+async def test_an_ended_session_refuses_other_metadata_with_its_reward(rig: Rig) -> None:
+    (session,) = await rig.sessions(1)
+    client, path = rig.client(session), f"/sessions/{session.session_id}/reward"
+    given = {"reward": 1.0, "metadata": {"passed": [1, 2], "failed": None}}
+    others = (
+        {"reward": 1.0},
+        {"reward": 1.0, "metadata": {"passed": [1, 3], "failed": None}},
+    )
+    await client.ask(path, given)
+    for other in others:
+        await client.ask(path, other, 400)
+    await client.ask(path, given)
+    rig.may_end.set()
+    await asyncio.wait_for(rig.ended.wait(), WITHIN_S)
+    for other in others:
+        refused = await client.ask(path, other, 409)
+        assert refused["error"]["message"].startswith(
+            "reward: metadata must be that of the ended session"
+        )
+    await client.ask(path, {**given, "reward": 2.0}, 409)
+    turned = {"metadata": {"failed": None, "passed": [1, 2]}, "reward": 1}
+    assert await client.ask(path, turned) == {"id": session.session_id, "reward": 1.0}
 
 
 async def test_large_bodies_and_deep_or_odd_json_are_refused(rig: Rig) -> None:

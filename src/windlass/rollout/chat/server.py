@@ -127,7 +127,8 @@ class ChatServer:
         self._gate = AccessGate("", *((token, Access.AGENT) for token in agent_tokens))
         self._text = text
         self._sessions: dict[str, ChatSession] = {}
-        self._ended: OrderedDict[str, tuple[bytes, float]] = OrderedDict()
+        self._ended: OrderedDict[str, tuple[bytes, float, bytes]] = OrderedDict()
+        """Session id -> digest of the key, reward, and digest of the metadata, for ended sessions with a reward."""
         self._offers: dict[str, tuple[ChatSession, asyncio.Event]] = {}
         self._num_offers = asyncio.Semaphore(0)
         self._num_claims = 0
@@ -168,7 +169,8 @@ class ChatServer:
             del self._sessions[session.session_id]
             if session.reward is not None:
                 digest = hashlib.sha256(session.api_key.encode()).digest()
-                self._ended[session.session_id] = digest, session.reward
+                given = _metadata_digest(session.metadata)
+                self._ended[session.session_id] = digest, session.reward, given
                 if len(self._ended) > MAX_ENDED:
                     self._ended.popitem(last=False)
 
@@ -287,7 +289,7 @@ class ChatServer:
     def _is_ended(self, request: web.Request) -> bool:
         """Return whether a request has the key of a session that ended with a reward."""
         key = _key_of(request)
-        digest, _ = self._ended.get(_public_part(key), (b"", 0.0))
+        digest, *_ = self._ended.get(_public_part(key), (b"",))
         return hmac.compare_digest(digest, hashlib.sha256(key.encode()).digest())
 
     async def _chat(self, http: web.Request) -> web.StreamResponse:
@@ -392,11 +394,12 @@ class ChatServer:
         return _json(model if "name" in http.match_info else {"object": "list", "data": [model]})
 
     async def _reward(self, http: web.Request) -> web.StreamResponse:
-        """Set the reward of a session, and close the session. A repetition with the same reward succeeds.
+        """Set the reward of a session, and close the session. A repetition with the same reward and metadata succeeds.
 
         Raises:
-            ApiError: the key is not the key of the session in the path, or an ended session has another reward.
-            ConfigError: an open session has another reward.
+            ApiError: the key is not the key of the session in the path, or an ended session has another reward or other
+                metadata.
+            ConfigError: an open session has another reward or other metadata.
         """
         given = msgspec.json.decode(await _body_of(http), type=_Reward)
         name = http.match_info["id"]
@@ -404,10 +407,16 @@ class ChatServer:
             raise session_ended()
         if self._is_ended(http):
             # The agent repeats the request, because it did not get the reply.
-            reward = self._ended[name][1]
+            _, reward, metadata = self._ended[name]
             if given.reward != reward:
                 text = (
                     f"reward: must be {reward}, the reward of the ended session, got {given.reward}"
+                )
+                raise ApiError(409, text, "reward_exists")
+            if _metadata_digest(given.metadata) != metadata:
+                text = (
+                    "reward: metadata must be that of the ended session, got other metadata with reward "
+                    f"{reward}; repeat the request without a change"
                 )
                 raise ApiError(409, text, "reward_exists")
         else:
@@ -464,6 +473,18 @@ def _key_of(http: web.Request) -> str:
 def _public_part(key: str) -> str:
     """Return the session's id in a key. The id is not secret: the server also compares the whole key."""
     return "".join(key.split("-")[2:3])
+
+
+def _metadata_digest(metadata: object) -> bytes:
+    """Return a digest of metadata that came with a reward.
+
+    The digest is empty if JSON cannot represent the metadata. A workflow may set such metadata, but no request contains it.
+    """
+    try:
+        encoded = msgspec.json.encode(metadata, order="deterministic")
+    except (TypeError, ValueError, OverflowError, *DECODE_ERRORS):
+        return b""
+    return hashlib.sha256(encoded).digest()
 
 
 def _json(body: object) -> web.Response:
