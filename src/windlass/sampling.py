@@ -37,7 +37,7 @@ class SamplingParams(msgspec.Struct, frozen=True, gc=False, kw_only=True, omit_d
 
     Attributes:
         max_new_tokens: maximum number of generated tokens, at least 1.
-        temperature: temperature; 0 is greedy.
+        temperature: temperature, >= 0 and finite; 0 is greedy.
         top_p: probability of the nucleus, in (0, 1].
         top_k: number of tokens to sample from; -1 for all tokens. If `top_p` is also set, vLLM and the embedded engine
             apply it after `top_k` to the renormalised distribution; SGLang applies both to the same distribution.
@@ -91,7 +91,7 @@ class SamplingParams(msgspec.Struct, frozen=True, gc=False, kw_only=True, omit_d
                 raise ConfigError(f"sampling: {name} must be a Python int or float, got {value!r}")
         is_all = self.top_k == -1 and not isinstance(self.top_k, bool)
         rules = {
-            "temperature": (self.temperature >= 0, ">= 0"),
+            "temperature": (0 <= self.temperature < math.inf, ">= 0 and finite"),
             "top_p": (0 < self.top_p <= 1, "in (0, 1]"),
             "top_k": (is_count(self.top_k) or is_all, ">= 1, or -1 for all"),
             "min_p": (0 <= self.min_p <= 1, "in [0, 1]"),

@@ -97,7 +97,7 @@ def test_a_disk_backend_accepts_a_path_object() -> None:
         (lambda: windlass.ControlConfig(max_rewrites=1.5), "max_rewrites must be an integer >= 0, got 1.5"),  # type: ignore[arg-type]
         (lambda: windlass.StalenessPolicy(2.5, 1, 1), "max_staleness must be an integer >= 0, got 2.5"),  # type: ignore[arg-type]
         (lambda: windlass.StalenessPolicy(2, 0, 1), "batch_size must be >= 1, got 0"),
-        (lambda: windlass.SamplingParams(max_new_tokens=1, temperature=float("nan")), "temperature must be >= 0, got nan"),
+        (lambda: windlass.SamplingParams(max_new_tokens=1, temperature=float("nan")), "temperature must be >= 0 and finite, got nan"),
         (lambda: windlass.SamplingParams(max_new_tokens=1, top_k=0), "top_k must be >= 1, or -1 for all, got 0"),
         *(
             (lambda key=key, value=value: windlass.SamplingParams(**{"max_new_tokens": 1, key: value}), f"sampling: {says}")
@@ -105,6 +105,7 @@ def test_a_disk_backend_accepts_a_path_object() -> None:
                 ("max_new_tokens", "8", "max_new_tokens must be an integer >= 1, got '8'"),
                 ("max_new_tokens", None, "max_new_tokens must be an integer >= 1, got None"),
                 ("temperature", np.float32(1), "temperature must be a Python int or float, got "),
+                ("temperature", float("inf"), "temperature must be >= 0 and finite, got inf"),
                 ("temperature", "hot", "temperature must be a Python int or float, got 'hot'"),
                 ("temperature", True, "temperature must be a Python int or float, got True"),
                 ("top_p", "0.5", r"top_p must be a Python int or float, got '0.5'"),

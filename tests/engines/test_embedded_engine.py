@@ -277,7 +277,7 @@ def test_every_token_carries_its_weight_version(engine: Engine) -> None:
         ({"input_ids": [64]}, "input_ids must be in \\[0, 64\\), got 64"),
         (
             {"sampling_params": {"max_new_tokens": 1, "temperature": -1.0}},
-            "temperature must be >= 0, got -1.0",
+            "temperature must be >= 0 and finite, got -1.0",
         ),
         ({"sampling_params": {"max_new_tokens": 512}}, "must fit into 512 positions, got 515"),
         ({"lora_path": "math"}, "lora_path must be empty"),
