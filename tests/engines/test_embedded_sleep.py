@@ -9,7 +9,7 @@ import urllib.error
 import urllib.request
 from collections.abc import AsyncIterator, Callable
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, closing
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -23,8 +23,11 @@ from weight_fleet import TOKEN
 import windlass
 from windlass import UpdateReport
 from windlass.config import ControlConfig, PauseMode, PhaseDeadlines, Reaction
-from windlass.errors import RoundAborted
+from windlass.engines.embedded.sleep import SleepingWeights
+from windlass.errors import RoundAborted, UnsupportedLayout
 from windlass.trainers.client import TrainerClient
+from windlass.transfer.arena import Arena
+from windlass.transports.pull import PullTransport
 
 DEADLINE_S = 150.0
 PROMPT = [5, 9, 33, 7]
@@ -472,3 +475,21 @@ async def test_turns_leave_no_memory_threads_or_descriptors(tmp_path: Path, num_
         ):
             assert max(b - a for a, b in zip(held_before, held_after, strict=True)) <= 3
             assert nbytes_after - nbytes_before < (8 << 20)
+
+
+@pytest.mark.parametrize(("found", "text"), [((0, 64), "2 of 2"), ((0, 8, 128), "2 of 3")])
+def test_weights_that_wake_at_other_addresses_are_refused(
+    found: tuple[int, ...], text: str
+) -> None:
+    with closing(PullTransport()) as transport, Arena(transport, 4096) as arena:
+        before = tuple(arena.address + offset for offset in (0, 64, 128))
+        now = before
+        weights = SleepingWeights(arena, before, lambda: now, may_sleep=True)
+        weights.sleep()
+        weights.wake()
+        now = tuple(arena.address + offset for offset in found)
+        rule = "the 3 parameters must keep their addresses"
+        with pytest.raises(
+            UnsupportedLayout, match=f"wake: {rule}, got {text} parameters at them;"
+        ):
+            weights.wake()

@@ -44,8 +44,14 @@ class SleepingMemory:
         self.is_asleep = False
 
     def sleep(self) -> None:
-        """Give all pages back to the system. The bytes are lost. Idempotent."""
+        """Give all pages back to the system. The bytes are lost. Idempotent.
+
+        Raises:
+            TransferFailed: the system refused the mapping. The memory then counts as asleep.
+        """
         if not self.is_asleep:
+            # If the mapping fails, the system may already have removed the old pages. So the memory counts as asleep
+            # from here, and `wake` maps it again.
             self.is_asleep = True
             self._map(_PROT_NONE, _MAP_NORESERVE)
 

@@ -63,9 +63,10 @@ class SleepingWeights:
         """
         self._memory.wake()
         if (found := tuple(self._locate())) != self._addresses:
-            moved = sum(a != b for a, b in zip(found, self._addresses, strict=False))
+            num_kept = sum(a == b for a, b in zip(found, self._addresses, strict=False))
             raise UnsupportedLayout(
-                f"wake: parameters must keep their addresses, got {moved} at other addresses; start the engine again"
+                f"wake: the {len(self._addresses)} parameters must keep their addresses, got {num_kept} of {len(found)} "
+                "parameters at them; start the engine again"
             )
 
     def filled(self) -> None:
