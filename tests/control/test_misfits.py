@@ -6,6 +6,7 @@ Status names it and the reason.
 from __future__ import annotations
 
 import asyncio
+import socket
 import threading
 from collections.abc import Callable
 from typing import Any
@@ -21,13 +22,14 @@ from fake_agents import (
 from fake_fleet import TOKEN, FakeFleet
 
 from windlass.config import ControlConfig, PhaseDeadlines, XcclBackend
+from windlass.control import engine_channel
 from windlass.control.connect_messages import ConnectEngine, ConnectTrainer, Offered
 from windlass.control.engine_channel import report_cannot_join
 from windlass.control.group_messages import JoinGroups
 from windlass.control.messages import Command, Done, Pause, Publish, Result, Verified, Verify
 from windlass.control.report import RoundOutcome
 from windlass.control.routes import status_of
-from windlass.errors import ConfigError, PeerTimeout
+from windlass.errors import ConfigError, PeerTimeout, PeerUnreachable
 from windlass.transfer.bindings import GroupOffer
 
 WITHIN_S = 20.0
@@ -207,6 +209,18 @@ async def test_the_controller_escapes_an_engines_own_reason() -> None:
         await asyncio.to_thread(report_cannot_join, rig.server.url, TOKEN, "b", said)
         refused: Any = status_of(rig.coordinator)["refused"]
         assert refused == {"b": r"no kernel\x1b[2J\n2026-11-22 controller INFO all is well"}
+
+
+def test_a_report_to_a_silent_controller_names_the_deadline(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(engine_channel, "CANNOT_JOIN_S", 0.2)
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        url = f"http://127.0.0.1:{silent.getsockname()[1]}"
+        with pytest.raises(
+            PeerUnreachable, match=f"did not reach controller {url}: no answer within 0.2 s$"
+        ):
+            report_cannot_join(url, TOKEN, "b", "no kernel")
 
 
 @pytest.mark.parametrize("kind", [ConnectEngine, Verify])

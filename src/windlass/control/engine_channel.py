@@ -52,9 +52,10 @@ def report_cannot_join(url: str, token: str, engine: str, reason: str) -> None:
         asyncio.run(report())
     # OSError includes TimeoutError.
     except (OSError, aiohttp.ClientError) as error:
-        raise PeerUnreachable(
-            f"the report did not reach controller {url}: {type(error).__name__}: {error}"
-        ) from error
+        reason = f"{type(error).__name__}: {error}"
+        if isinstance(error, TimeoutError):
+            reason = f"no answer within {CANNOT_JOIN_S:g} s"
+        raise PeerUnreachable(f"the report did not reach controller {url}: {reason}") from error
 
 
 @final
