@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import threading
 from collections.abc import AsyncIterator
 from concurrent.futures import Executor
@@ -15,7 +16,7 @@ import pytest
 from aiohttp import web
 
 from windlass.errors import PeerUnreachable, ProtocolError
-from windlass.net import rpc_client
+from windlass.net import rpc_client, rpc_server
 from windlass.net.clock import Backoff
 from windlass.net.messages import Codec, Envelope, Garbled, Refused, Reply, check_name, encode
 from windlass.net.rpc import Session
@@ -76,12 +77,16 @@ class Server:
         self.session: Session[str, str] = Session("peer", keeps_calls=keeps_calls)
         self.connected = asyncio.Condition()
         self.num_connected = 0
+        self.ended = asyncio.Event()
         self.sockets: list[web.WebSocketResponse] = []
         self.server = ControlServer(host="127.0.0.1", port=0, token=TOKEN)
         self.server.add_routes([web.get("/v1/agents", self._serve)])
 
     async def _serve(self, request: web.Request) -> web.WebSocketResponse:
-        return await serve(request, self, PEER_FRAMES, heartbeat_s=5.0, max_nbytes=1 << 22)
+        try:
+            return await serve(request, self, PEER_FRAMES, heartbeat_s=5.0, max_nbytes=1 << 22)
+        finally:
+            self.ended.set()
 
     async def admit(
         self, first: Greeting | Reply[str], socket: web.WebSocketResponse
@@ -209,6 +214,19 @@ async def test_a_server_refuses_compression_and_large_messages(is_deflated: bool
             assert (await socket.receive()).type is aiohttp.WSMsgType.CLOSE
         assert socket.close_code == aiohttp.WSCloseCode.MESSAGE_TOO_BIG
         await socket.close()
+
+
+async def test_a_peer_that_closes_before_its_first_frame_is_not_refused(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    caplog.set_level(logging.INFO, rpc_server.__name__)
+    async with served(keeps_calls=False) as server, open_http(TOKEN, to_controller=True) as http:
+        socket = await http.ws_connect(server.server.url + "/v1/agents")
+        await socket.close()
+        async with asyncio.timeout(WITHIN_S):
+            await server.ended.wait()
+    found = [(record.levelname, record.getMessage()) for record in caplog.records]
+    assert found == [("INFO", "connection broke: closed before the first frame")]
 
 
 async def test_a_token_follows_no_redirect(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -26,6 +26,7 @@ FIRST_FRAME_S = 120.0
 """Seconds within which the whole first frame of a connection must arrive."""
 MAX_WAITING_NBYTES = 1 << 29
 """Largest size in bytes of the incomplete first frames of all connections together."""
+_CLOSED = frozenset({WSMsgType.CLOSE, WSMsgType.CLOSING, WSMsgType.CLOSED})
 
 T = TypeVar("T")
 SessionT = TypeVar("SessionT", bound=Session)  # type: ignore[type-arg]  # of any commands
@@ -136,6 +137,8 @@ async def serve(
         await _refuse(socket, reason)
     except (ConnectionError, PeerUnreachable) as error:
         reason = f"connection broke: {error}"
+        if session is None:
+            _log.info("%s", reason)
     finally:
         if session is not None:
             session.detach(socket, reason)
@@ -164,6 +167,7 @@ async def _first_frame(
         waiting: joiners of all connections whose first frame is incomplete.
 
     Raises:
+        ConnectionResetError: the peer closed the connection.
         Garbled: the frame did not arrive in time, or cannot be decoded.
         MustWait: the server has too many incomplete first frames; the peer may try again.
         ProtocolError: the message is not a binary frame.
@@ -173,6 +177,8 @@ async def _first_frame(
         async with asyncio.timeout(FIRST_FRAME_S):
             while True:
                 message = await socket.receive(timeout=deadline_s)
+                if message.type in _CLOSED:
+                    raise ConnectionResetError("closed before the first frame")
                 first = _decode(parts, codec, message, "the first frame")
                 if first is not None:
                     return first
