@@ -151,11 +151,13 @@ async def check_operations(controller: TrainController) -> None:
     # Each row has its own result, in the order of the rows.
     assert len({tuple(each) for each in found}) == len(rows)
     assert [(await controller.map("outputs", [row, row], deadline_s=30))[0] for row in rows] == list(found)  # fmt: skip
-    with pytest.raises(
-        ConfigError,
-        match=r"got 'os.system', .*known operations: \['outputs', 'own store', 'too few', 'twice', 'who'\]",
-    ):
-        await controller.call("os.system", "true", deadline_s=30)
+    for name, lacking in (("os.system", "trainer-0, trainer-1"), ("only here", "trainer-1")):
+        with pytest.raises(
+            ConfigError,
+            match=rf"got '{name}', which is missing on {lacking}; every rank has: "
+            r"\['outputs', 'own store', 'too few', 'twice', 'who'\]",
+        ):
+            await controller.call(name, "true", deadline_s=30)
     with pytest.raises(ConfigError, match="argument: must be msgpack-plain, got object"):
         await controller.call("who", object(), deadline_s=30)
     with pytest.raises(TrainerError, match=r"trainer-1: operation too few must return a list of 2"):

@@ -502,10 +502,10 @@ class TrainController:
         """
         lacking = [rank.peer for rank in self._ranks if operation not in rank.operations]
         if lacking:
-            known = sorted({name for rank in self._ranks for name in rank.operations})
+            known = sorted(set.intersection(*[set(rank.operations) for rank in self._ranks]))
             raise ConfigError(
                 f"operation must be in the `operations` that every rank gives to run_train_worker, got {operation!r}, "
-                f"which is missing on {', '.join(lacking)}; known operations: {known}"
+                f"which is missing on {', '.join(lacking)}; every rank has: {known}"
             )
         what = f"operation {operation}: argument"
         return [Operation(operation, encode_call_value(what, argument)) for argument in arguments]
