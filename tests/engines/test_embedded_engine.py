@@ -337,7 +337,7 @@ def test_an_engine_prints_a_refused_setting_in_one_line() -> None:
         check=False,
     )
     assert ended.returncode == 2
-    assert ended.stderr == "engine e: ConfigError: engine e: max_batch must be >= 1, got 0\n"
+    assert ended.stderr == "engine e: ConfigError: max_batch must be >= 1, got 0\n"
 
 
 def test_a_rollout_client_may_generate_but_not_pause(engine: Engine) -> None:

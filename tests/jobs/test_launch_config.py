@@ -554,7 +554,7 @@ def with_arguments(*words: str) -> tuple[str, str]:
         ),
         (
             (with_arguments("--max-batch", "0"),),
-            r"engines 'engine-a': engine engine-a: max_batch must be >= 1, got 0",
+            r"engines 'engine-a': max_batch must be >= 1, got 0",
         ),
         (
             (with_arguments("--max-positions", "8"),),

@@ -38,6 +38,7 @@ from windlass.rollout.tensors import HeldTensor, SampleTensor
 from windlass.transfer.arena import Arena, aligned_offsets, keep_mapped
 from windlass.transports.base import OneSidedTransport
 from windlass.transports.registry import parse_transport
+from windlass.wording import counted
 
 _log = logging.getLogger(__name__)
 KEPT_ARENAS = 2
@@ -179,7 +180,7 @@ async def _written(write: WriteWith, held: HeldTensor, command: WriteTensors) ->
     try:
         return await write(held, command)
     except PeerUnreachable as error:
-        _log.warning("%d tensors are lost: %s", len(command.keys), error)
+        _log.warning("lost %s: %s", counted(len(command.keys), "tensor"), error)
         return TensorsWritten(command.keys)
     except PeerTimeout as error:
         return TensorsWritten(error=str(error))

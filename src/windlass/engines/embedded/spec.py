@@ -57,7 +57,7 @@ class EngineSettings(msgspec.Struct, frozen=True, kw_only=True):
         }
         for field, value in counts.items():
             if value < 1:
-                raise ConfigError(f"engine {self.name}: {field} must be >= 1, got {value}")
+                raise ConfigError(f"{field} must be >= 1, got {value}")
 
 
 def arguments(description: str | None = None) -> argparse.ArgumentParser:
