@@ -35,25 +35,32 @@ def test_an_encoded_bucket_table_is_decoded() -> None:
     assert BucketReader(bucket_of(table_of(GOOD))).table() == BucketTable((GOOD,), is_last=True)
 
 
+IN_TENSOR = r"tensor 'w': a part must have bytes begin to begin \+ nbytes inside the tensor's"
+IN_BUCKET = "tensor 'w': offset must be a multiple of 64, and the part must end inside"
+
+
 @pytest.mark.parametrize(
-    "changes",
+    ("changes", "text"),
     [
-        {"offset": 1},
-        {"offset": -64},
-        {"offset": MIN_BUCKET_NBYTES - 64},
-        {"nbytes": 128},
-        {"nbytes": -64},
-        {"nbytes": 0},
-        {"begin": 4},
-        {"begin": -4},
-        {"shape": (-4, -4)},
-        {"shape": (1 << 40, 1 << 40), "nbytes": 1 << 60},
-        {"name": "n" * 2000},
+        ({"offset": 1}, f"{IN_BUCKET} the bucket's .* bytes, got offset=1 and nbytes=64"),
+        ({"offset": -64}, f"{IN_BUCKET} .* got offset=-64 "),
+        ({"offset": MIN_BUCKET_NBYTES - 64}, IN_BUCKET),
+        ({"nbytes": 128}, f"{IN_TENSOR} 64 bytes, .* got begin=0 and nbytes=128"),
+        ({"nbytes": -64}, IN_TENSOR),
+        ({"nbytes": 0}, IN_TENSOR),
+        ({"begin": 4}, IN_TENSOR),
+        ({"begin": -4}, IN_TENSOR),
+        ({"shape": (-4, -4)}, r"tensor 'w': shape must have sizes >= 0, got \(-4, -4\)"),
+        ({"shape": (1 << 40, 1 << 40), "nbytes": 1 << 60}, IN_BUCKET),
+        (
+            {"name": "n" * 2000},
+            "tensor 'n{60}'...: name must have at most 1024 characters, got 2000",
+        ),
     ],
 )
-def test_an_entry_that_reaches_outside_is_refused(changes: dict[str, object]) -> None:
+def test_an_invalid_entry_is_refused(changes: dict[str, object], text: str) -> None:
     entry = msgspec.structs.replace(GOOD, **changes)
-    with pytest.raises(ProtocolError, match="must be inside the tensor"):
+    with pytest.raises(ProtocolError, match=text):
         BucketReader(bucket_of(table_of(entry))).table()
 
 

@@ -115,10 +115,7 @@ class BucketFiller:
         """
         from windlass.memory.torch_dtypes import dtype_of
 
-        if len(name) > MAX_NAME_LENGTH:
-            raise ConfigError(
-                f"tensor {name[:60]!r}...: name must have at most {MAX_NAME_LENGTH} characters, got {len(name)}"
-            )
+        _check_name_length(name, ConfigError)
         dtype, shape, begin = dtype_of(name, tensor), tuple(tensor.shape), 0
         while True:
             left = tensor.nbytes - begin
@@ -230,22 +227,28 @@ class BucketReader:
 
 def _check(entry: BucketEntry, limit: int) -> None:
     """Raise ProtocolError unless an entry's bytes are inside its tensor and inside the first `limit` bytes of the bucket."""
-    whole = entry.tensor_nbytes
-    if (
-        len(entry.name) > MAX_NAME_LENGTH
-        or min(entry.shape, default=0) < 0
-        or entry.begin < 0
-        or entry.nbytes < 0
-        or (entry.nbytes == 0 and whole > 0)
-        or entry.begin + entry.nbytes > whole
-        or entry.offset < 0
-        or entry.offset % ALIGNMENT
-        or entry.offset + entry.nbytes > limit
-    ):
+    _check_name_length(entry.name, ProtocolError)
+    what = f"bucket: tensor {entry.name[:60]!r}"
+    if min(entry.shape, default=0) < 0:
+        raise ProtocolError(f"{what}: shape must have sizes >= 0, got {entry.shape}")
+    whole, begin, nbytes = entry.tensor_nbytes, entry.begin, entry.nbytes
+    if min(begin, nbytes) < 0 or begin + nbytes > whole or (nbytes == 0 and whole > 0):
         raise ProtocolError(
-            f"bucket: a part of tensor {entry.name[:60]!r} must be inside the tensor's {whole} bytes, and start at a "
-            f"multiple of {ALIGNMENT} inside the bucket's {limit} bytes; got {entry.nbytes} bytes, from byte {entry.begin} "
-            f"of the tensor, at byte {entry.offset} of the bucket"
+            f"{what}: a part must have bytes begin to begin + nbytes inside the tensor's {whole} bytes, and must not be "
+            f"empty unless the tensor is, got begin={begin} and nbytes={nbytes}"
+        )
+    if entry.offset < 0 or entry.offset % ALIGNMENT or entry.offset + nbytes > limit:
+        raise ProtocolError(
+            f"{what}: offset must be a multiple of {ALIGNMENT}, and the part must end inside the bucket's {limit} bytes, "
+            f"got offset={entry.offset} and nbytes={nbytes}"
+        )
+
+
+def _check_name_length(name: str, kind: type[ConfigError | ProtocolError]) -> None:
+    """Raise an error of this class if a tensor's name is too long."""
+    if len(name) > MAX_NAME_LENGTH:
+        raise kind(
+            f"tensor {name[:60]!r}...: name must have at most {MAX_NAME_LENGTH} characters, got {len(name)}"
         )
 
 
