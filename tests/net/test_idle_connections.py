@@ -34,10 +34,11 @@ def is_kept_alive(connection: socket.socket) -> bool:
     return bool(connection.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE)) and idle_s < 60
 
 
-def has_keepalive_timer(port: int) -> bool:
-    """Return whether the kernel's table of sockets shows a keepalive timer for the socket with this local port."""
+def has_keepalive_timer(local: int, remote: int) -> bool:
+    """Return whether the kernel's table of sockets shows a keepalive timer for the socket with these ports."""
     rows = [line.split() for line in Path("/proc/net/tcp").read_text().splitlines()[1:]]
-    (timer,) = (row[5] for row in rows if int(row[1].partition(":")[2], 16) == port)
+    ports = [tuple(int(end.partition(":")[2], 16) for end in row[1:3]) for row in rows]
+    (timer,) = (row[5] for row, found in zip(rows, ports, strict=True) if found == (local, remote))
     return timer.startswith("02:")
 
 
@@ -50,7 +51,9 @@ async def test_both_ends_of_every_connection_are_kept_alive() -> None:
         served.append(is_kept_alive(request.transport.get_extra_info("socket")))
         # The kernel must acknowledge the request first: the client's timer is of a repetition until then.
         await asyncio.sleep(0.3)
-        clients.append(has_keepalive_timer(request.transport.get_extra_info("peername")[1]))
+        peer, own = (request.transport.get_extra_info(name) for name in ("peername", "sockname"))
+        # Another connection may have the client's port too, so look for the pair of ports.
+        clients.append(has_keepalive_timer(peer[1], own[1]))
         return web.Response()
 
     server = ControlServer(host="127.0.0.1", port=0, token=TOKEN)
