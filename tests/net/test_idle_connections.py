@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import resource
 import socket
 from contextlib import AsyncExitStack
 from pathlib import Path
@@ -13,7 +14,7 @@ from aiohttp import web
 from windlass.net.access import authorization
 from windlass.net.blocking_http import BlockingHttp
 from windlass.net.server import ControlServer
-from windlass.net.sockets import open_http
+from windlass.net.sockets import open_http, raise_file_limit
 from windlass.rollout import BatchClient, BatchQueue, TrainingSample, batches
 
 TOKEN = "a-token"
@@ -71,6 +72,23 @@ async def test_both_ends_of_every_connection_are_kept_alive() -> None:
     finally:
         await server.close()
     assert served == clients == [True, True]
+
+
+def test_a_file_limit_that_cannot_be_raised_is_returned(monkeypatch: pytest.MonkeyPatch) -> None:
+    before = resource.getrlimit(resource.RLIMIT_NOFILE)
+
+    def refuse(_kind: int, _limits: tuple[int, int]) -> None:
+        raise ValueError("not allowed to raise maximum limit")
+
+    resource.setrlimit(resource.RLIMIT_NOFILE, (200, before[1]))
+    try:
+        with monkeypatch.context() as patch:
+            patch.setattr(resource, "setrlimit", refuse)
+            assert raise_file_limit() == 200
+        raised = raise_file_limit()
+        assert raised == resource.getrlimit(resource.RLIMIT_NOFILE)[0] > 200
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, before)
 
 
 async def test_sockets_of_sessions_are_kept_alive() -> None:

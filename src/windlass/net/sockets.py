@@ -200,7 +200,9 @@ class PartJoiner:
 
 
 def raise_file_limit() -> int:
-    """Raise this process's soft limit of open files to the hard limit. Return this limit; `sys.maxsize` if there is none.
+    """Raise this process's soft limit of open files to the hard limit if the system allows it.
+
+    Return the soft limit afterwards; `sys.maxsize` if there is none.
 
     The usual soft limit of 1024 exists for programs that use `select`; a fleet may need more files.
     """
@@ -208,7 +210,8 @@ def raise_file_limit() -> int:
     # Another thread or process may have lowered the hard limit in the meantime.
     with contextlib.suppress(OSError, ValueError):
         resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
-    return sys.maxsize if hard == resource.RLIM_INFINITY else hard
+    soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    return sys.maxsize if soft == resource.RLIM_INFINITY else soft
 
 
 def keep_alive(connection: socket.socket | TransportSocket) -> None:
