@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import gc
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -221,6 +221,21 @@ async def test_rank_that_lost_its_weights_refuses_what_an_update_cannot_fill(ran
     leave(rank)
 
 
+async def test_rank_refuses_to_keep_a_tensor_that_it_computes(rank: Rank) -> None:
+    """Updates write float16 into a buffer, which has no values of the tensors that no trainer sends."""
+    tensors = {name: torch.full((4, 6), 3.0, dtype=torch.float16) for name in ("a", "b")}
+    save_file(tensors, rank.checkpoint / "model.safetensors")
+    rank.model.weight.data.fill_(3.0)
+    async with windlass.Controller(token=TOKEN) as controller:
+        await asyncio.to_thread(rank.join, controller.url)
+        trainer = weights(1)
+        del trainer["b"]
+        with pytest.raises(RoundAborted, match=r"keep: .* computes 'b' of engine/0"):
+            await asyncio.to_thread(publish, trainer, controller.url, 1, keep=("b",))
+        assert (rank.model.weight == 3.0).all()
+    leave(rank)
+
+
 def lose(rank: Rank) -> None:
     """Change the values of the rank's weights to others, as a sleep does, and write its copy of them again."""
     rank.engine_rank.sleep.is_enabled = rank.engine_rank.sleep.is_lost = True
@@ -230,8 +245,10 @@ def lose(rank: Rank) -> None:
             buffer.copy_(buffer.clone())
 
 
-def publish(trainer: torch.nn.ParameterDict, url: str, version: int) -> UpdateReport:
-    with windlass.connect_trainer(trainer, controller=url, token=TOKEN) as client:
+def publish(
+    trainer: torch.nn.ParameterDict, url: str, version: int, keep: Sequence[str] = ()
+) -> UpdateReport:
+    with windlass.connect_trainer(trainer, controller=url, token=TOKEN, keep=keep) as client:
         return client.publish(version).result()
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Protocol, final
 
 import msgspec
@@ -136,6 +136,7 @@ class EngineAgent:
         used_nbytes: function that returns the bytes in use of this rank's memory; None to report none.
         on_held: function that gets True if the engine stays paused after a round, because its weights may be of two
             versions, and False before the engine resumes. None to call nothing.
+        buffered: see `EngineWeights`.
 
     Attributes:
         served_version: version that this rank serves; -1 for none.
@@ -153,6 +154,7 @@ class EngineAgent:
         sleeper: Sleeper | None = None,
         used_nbytes: Callable[[], int] | None = None,
         on_held: Callable[[bool], None] | None = None,
+        buffered: Collection[str] = (),
     ) -> None:
         self._used_nbytes, self._on_held, self._is_held = used_nbytes, on_held, False
         self._serves_own_weights, self._sleeper = serves_own_weights, sleeper
@@ -160,7 +162,7 @@ class EngineAgent:
         self._source = None if sender is None else TrainerAgent(sender, host=host)
         self._backend: UpdateBackend = P2pBackend()
         self._receiver: ReceiverBackend = receiver
-        self._kept = KeptTensors(receiver.manifest, receiver.live_addresses)
+        self._kept = KeptTensors(receiver.manifest, receiver.live_addresses, buffered)
         # Name of a driven backend -> its half. It keeps its groups between updates.
         self._driven: dict[str, ReceiverBackend] = {}
         # The half that receives the bytes of the current round.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
@@ -36,6 +36,8 @@ class EngineWeights:
         register_s: seconds that the registration took; shown in `/v1/status`.
         remote: live parameters in another process, which peers write; `addresses` and `regions` then describe copies in
             this process. None if the live parameters are in this process.
+        buffered: names of parameters from which the engine computes its own tensors after every update. The engine cannot
+            keep tensors in these parameters (`keep` of `connect_trainer`).
     """
 
     manifest: ShardManifest
@@ -43,6 +45,7 @@ class EngineWeights:
     regions: Sequence[MemoryRegion]
     register_s: float = 0.0
     remote: RemoteMemory | None = None
+    buffered: Collection[str] = ()
 
 
 @final
@@ -121,6 +124,7 @@ class EngineClient(Closing):
                 sleeper=sleeper,
                 used_nbytes=partial(used_nbytes, ordinal),
                 on_held=on_held,
+                buffered=weights.buffered,
             )
             undo.callback(agent.close)
             nbytes = sum(m.nbytes for m in memory)

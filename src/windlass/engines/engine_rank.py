@@ -405,6 +405,7 @@ class EngineRank:
                 addresses=captured.addresses,
                 regions=regions,
                 register_s=time.perf_counter() - begun,
+                buffered=frozenset(captured.repacked),
             ),
             transport=transport,
             hooks=hooks,

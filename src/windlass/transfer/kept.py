@@ -22,11 +22,19 @@ class KeptTensors:
     Args:
         manifest: manifest of the rank.
         live: addresses of the live parameters, in manifest order; they never move.
+        buffered: names of the parameters in `live` from which the engine computes its own tensors after every update.
     """
 
-    def __init__(self, manifest: ShardManifest, live: Sequence[int]) -> None:
-        self._manifest, self._live = manifest, live
+    def __init__(
+        self, manifest: ShardManifest, live: Sequence[int], buffered: Collection[str] = ()
+    ) -> None:
+        self._manifest, self._live, self._buffered = manifest, live, buffered
         self._digests: dict[str, str] = {}
+
+    @property
+    def names(self) -> frozenset[str]:
+        """Names of the tensors that the rank keeps now."""
+        return frozenset(self._digests)
 
     def bind(self, names: Collection[str]) -> None:
         """Set the names of the tensors to keep, and compute the digests of tensors that were not kept before.
@@ -34,9 +42,16 @@ class KeptTensors:
         Names that the rank does not have are ignored.
 
         Raises:
+            PlanError: the engine computes a kept tensor from a buffer. Only updates fill buffers, so the engine would
+                overwrite the tensor with values that no trainer sent.
             TransferFailed, TransferOutcomeUnknown: see `Digests.take`.
         """
         held = {spec.name for spec in self._manifest.tensors}.intersection(names)
+        if computed := held & self._in_buffers():
+            raise PlanError(
+                f"keep: the engine computes {said(computed)} of {self._manifest.worker} from received values, so it cannot "
+                "keep them; publish these tensors too"
+            )
         before = {name: digest for name, digest in self._digests.items() if name in held}
         self._digests = self._digests_of(held - before.keys()) | before
 
@@ -54,6 +69,16 @@ class KeptTensors:
                 f"keep: {said(changed)} of {self._manifest.worker} must not change after the trainers connected, but code "
                 "outside of Windlass has changed them; start the engine again"
             )
+
+    def _in_buffers(self) -> set[str]:
+        """Return the names of the tensors that have elements in a buffer."""
+        manifest = self._manifest
+        rows = zip(manifest.table.tensor.tolist(), manifest.table.parameter.tolist(), strict=True)
+        return {
+            manifest.tensors[tensor].name
+            for tensor, parameter in rows
+            if manifest.parameters[parameter].name in self._buffered
+        }
 
     def _digests_of(self, names: Collection[str]) -> dict[str, str]:
         """Return name -> digest of the present bytes, for tensors of this rank."""
