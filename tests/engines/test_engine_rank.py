@@ -19,6 +19,8 @@ from windlass.control.report import UpdateReport
 from windlass.engines.capture.capture import capture
 from windlass.engines.capture.checkpoint import checkpoint_specs
 from windlass.engines.capture.description import Captured
+from windlass.engines.capture.memory import held_by
+from windlass.engines.capture.sleeping import unfilled, unfilled_ranges
 from windlass.engines.engine_rank import EngineRank
 from windlass.engines.quiesce_gate import QuiesceGate
 from windlass.engines.spec import AgentSettings
@@ -233,6 +235,23 @@ async def test_rank_refuses_to_keep_a_tensor_that_it_computes(rank: Rank) -> Non
         with pytest.raises(RoundAborted, match=r"keep: .* computes 'b' of engine/0"):
             await asyncio.to_thread(publish, trainer, controller.url, 1, keep=("b",))
         assert (rank.model.weight == 3.0).all()
+    leave(rank)
+
+
+async def test_kept_tensor_is_saved_before_a_sleep(rank: Rank) -> None:
+    """An update writes only `a`, so sleep must save the parameter that contains both tensors."""
+    async with windlass.Controller(token=TOKEN) as controller:
+        await asyncio.to_thread(rank.join, controller.url)
+        captured, held = rank.engine_rank.captured, held_by(rank.model)
+        assert [*unfilled(captured, held.values(), rank.engine_rank.kept)] == []
+        trainer = weights(1)
+        del trainer["b"]
+        await asyncio.to_thread(publish, trainer, controller.url, 1, keep=("b",))
+        kept = rank.engine_rank.kept
+        assert [holding.name for holding in unfilled(captured, held.values(), kept)] == ["weight"]
+        start = rank.model.weight.data_ptr()
+        stop = start + rank.model.weight.nbytes
+        assert [*unfilled_ranges(captured, [(start, stop)], kept)] == [(start, start, stop)]
     leave(rank)
 
 

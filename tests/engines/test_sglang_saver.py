@@ -67,7 +67,7 @@ class Rank:
         self.hooks = SimpleNamespace(turn=threading.Lock(), in_round=False)
         self.state, self.gate, self.num_outdated = RankSleep(), QuiesceGate(), 0
         rank: Any = SimpleNamespace(
-            sleep=self.state, gate=self.gate, captured=captured,
+            sleep=self.state, gate=self.gate, captured=captured, kept=(),
             required=lambda: (None, captured, self.hooks),
         )  # fmt: skip
         self.scheduler = SimpleNamespace(

@@ -44,21 +44,21 @@ def test_only_memory_that_an_update_writes_completely_is_filled(tmp_path: Path) 
     save_file(tensors, tmp_path / "model.safetensors")
     model = Model()
     captured = capture(model, checkpoint_specs(tmp_path), model.load, worker="engine/0")
-    found = [holding.name for holding in unfilled(captured, held_by(model).values())]
+    found = [holding.name for holding in unfilled(captured, held_by(model).values(), ())]
     assert sorted(found) == ["buffer", "padded"]
 
     whole, nbytes = model.whole.data_ptr(), 2 * 4 * 6
     start, stop = whole - WHOLE[0], whole - WHOLE[0] + NBYTES
     after = whole + nbytes
     both = [(start, start, whole), (start, after, stop)]
-    assert [*unfilled_ranges(captured, [(start, stop)])] == both
+    assert [*unfilled_ranges(captured, [(start, stop)], ())] == both
     # Memory that ends or begins inside a parameter, before all parameters, and after them.
     inside = whole + 10
     parts = [(inside, stop), (start, inside)]
-    assert [*unfilled_ranges(captured, parts)] == [(inside, after, stop), (start, start, whole)]
-    assert [*unfilled_ranges(captured, [(whole, after)])] == []
+    assert [*unfilled_ranges(captured, parts, ())] == [(inside, after, stop), (start, start, whole)]
+    assert [*unfilled_ranges(captured, [(whole, after)], ())] == []
     for begin, end in ((start, start + 8), (stop - 8, stop)):
-        assert [*unfilled_ranges(captured, [(begin, end)])] == [(begin, begin, end)]
+        assert [*unfilled_ranges(captured, [(begin, end)], ())] == [(begin, begin, end)]
 
 
 class Rebuilt(torch.nn.Module):
@@ -92,7 +92,7 @@ def test_padding_is_not_filled_although_its_tensor_is_computed_again(
     captured = capture(model, specs, model.load, worker="engine/0", factors=(2.0,))
     computed = {*captured.repacked, *captured.recomputed} - {"loader/squared"}
     assert computed == {f"{prefix}_{name}" for name in names for prefix in ("whole", "padded")}
-    found = [holding.name for holding in unfilled(captured, held_by(model).values())]
+    found = [holding.name for holding in unfilled(captured, held_by(model).values(), ())]
     assert sorted(found) == [f"padded_{name}" for name in names]
 
 
@@ -117,5 +117,5 @@ def test_integers_that_are_computed_again_may_have_padding(tmp_path: Path) -> No
     model = Packed()
     captured = capture(model, checkpoint_specs(tmp_path), model.load, worker="engine/0")
     assert {"whole", "padded"} <= {*captured.recomputed}
-    found = {holding.name for holding in unfilled(captured, held_by(model).values())}
+    found = {holding.name for holding in unfilled(captured, held_by(model).values(), ())}
     assert {"whole", "padded"} <= found

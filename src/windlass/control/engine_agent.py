@@ -181,6 +181,11 @@ class EngineAgent:
         self._not_resumed = ""
 
     @property
+    def kept(self) -> frozenset[str]:
+        """Names of the tensors that this rank keeps, because no trainer has them."""
+        return self._kept.names
+
+    @property
     def mixed_weights(self) -> bool:
         """True if live weights may contain bytes of two versions, or if the weights are lost (`Sleeper.is_empty`).
 

@@ -423,6 +423,11 @@ class EngineRank:
         self._has_joined = True
 
     @property
+    def kept(self) -> frozenset[str]:
+        """Names of the checkpoint tensors that this rank keeps, because no trainer of its fleet has them."""
+        return frozenset() if self._client is None else self._client.agent.kept
+
+    @property
     def served_version(self) -> int:
         """Version that this rank serves; -1 if it has not received a version of its current fleet."""
         return -1 if self._client is None else self._client.agent.served_version

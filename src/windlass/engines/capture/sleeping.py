@@ -37,14 +37,17 @@ def shortage_of(tags: Collection[str], needed: int, free: int | None) -> str:
     )
 
 
-def unfilled(captured: Captured, held: Iterable[Holding]) -> Iterator[Holding]:
+def unfilled(
+    captured: Captured, held: Iterable[Holding], kept: Collection[str]
+) -> Iterator[Holding]:
     """Yield the tensors in `held` that sleep must save, because an update does not fill them completely.
 
     Args:
         captured: the rank's captured layout.
         held: tensors of the rank's models.
+        kept: names of checkpoint tensors that no update writes.
     """
-    received = {*_filled(captured)}
+    received = {*_filled(captured, kept)}
     loaded = {*_loaded_whole(captured)}
     num_copied = {repack.name: len(repack.places) for repack in captured.repacks}
     for rounding in captured.roundings:
@@ -68,18 +71,21 @@ def _loaded_whole(captured: Captured) -> Iterator[str]:
 
 
 def unfilled_ranges(
-    captured: Captured, memory: Iterable[tuple[int, int]]
+    captured: Captured, memory: Iterable[tuple[int, int]], kept: Collection[str]
 ) -> Iterator[tuple[int, int, int]]:
     """Yield the parts of `memory` whose bytes an update does not write.
 
     Args:
         captured: the rank's captured layout.
         memory: (start, stop) addresses of each range of memory.
+        kept: names of checkpoint tensors that no update writes.
 
     Yields:
         The start of the range that contains the part, and the (start, stop) addresses of the part.
     """
-    filled = joined_ranges((0, address, address + size) for address, size in _filled(captured))
+    filled = joined_ranges(
+        (0, address, address + size) for address, size in _filled(captured, kept)
+    )
     starts = [start for _, start, _ in filled]
     for begin, end in memory:
         at = begin
@@ -93,8 +99,16 @@ def unfilled_ranges(
             yield begin, at, end
 
 
-def _filled(captured: Captured) -> Iterator[tuple[int, int]]:
-    """Yield address and number of bytes of each parameter that has no padding: an update writes all of its memory."""
-    for address, parameter in zip(captured.addresses, captured.manifest.parameters, strict=True):
-        if not parameter.padding_nbytes:
-            yield address, parameter.nbytes
+def _filled(captured: Captured, kept: Collection[str]) -> Iterator[tuple[int, int]]:
+    """Yield address and number of bytes of each parameter of which an update writes all memory.
+
+    Leave out parameters with padding, and parameters with elements of a checkpoint tensor in `kept`.
+    """
+    manifest = captured.manifest
+    partial = set[int]()
+    if kept:
+        rows = zip(manifest.table.tensor.tolist(), manifest.table.parameter.tolist(), strict=True)
+        partial = {row for tensor, row in rows if manifest.tensors[tensor].name in kept}
+    for index, parameter in enumerate(manifest.parameters):
+        if not parameter.padding_nbytes and index not in partial:
+            yield captured.addresses[index], parameter.nbytes

@@ -231,7 +231,7 @@ class RankSaver:
         if not self._state.is_lost:
             self._saved = [
                 (memory := holding.memory(), memory.to("cpu", copy=True))
-                for holding in unfilled(self._rank.captured, held.values())
+                for holding in unfilled(self._rank.captured, held.values(), self._rank.kept)
             ]
         self._state.is_lost = True
 

@@ -173,7 +173,8 @@ class WorkerSleep:
         from vllm.device_allocator import cumem
 
         memory = ((address, address + copy.nbytes) for address, copy in self._copies.items())
-        for address, start, stop in unfilled_ranges(self._rank.captured, memory):
+        parts = unfilled_ranges(self._rank.captured, memory, self._rank.kept)
+        for address, start, stop in parts:
             source = self._copies[address].data_ptr() + start - address
             cumem.libcudart.cudaMemcpy(start, source, stop - start)
         self._copies = {}
@@ -183,7 +184,8 @@ class WorkerSleep:
         pages = [found for found in allocations() if found.tag == WEIGHTS]
         caches = cache_storages(self._worker)
         held = (held_by(model, caches).values() for model in models_of(self._worker))
-        for holding in unfilled(self._rank.captured, chain.from_iterable(held)):
+        tensors = chain.from_iterable(held)
+        for holding in unfilled(self._rank.captured, tensors, self._rank.kept):
             if _sleeps(holding, pages):
                 yield holding.memory()
 
