@@ -213,7 +213,7 @@ class EngineAgent:
             self._mixed_weights |= self._open_to_writes and round_id > self._round_id
             self._round_id = round_id
             result = self._carry_out(command)
-        # An engine without a sleeper allocates nothing during a round. It measures after it has resumed, because a call of
+        # The memory of an engine without a sleeper changes little during a round. The agent measures it after it has resumed, because a call of
         # the driver would lengthen the pause.
         measures = self._sleeper is not None or isinstance(command, Publish)
         if measures and isinstance(result, Done) and self._used_nbytes is not None:

@@ -212,8 +212,8 @@ class UpdateReport(msgspec.Struct, frozen=True, tag="update_report", kw_only=Tru
             or is the first of these trainers.
         non_finite: pattern of names -> number of checked trainer parameters that contain NaN or infinity
             (`ControlConfig`).
-        memory: rank -> largest number of bytes in use at the end of its commands in the round. For a rank on a GPU, these
-            are the bytes of the GPU that all processes use; for a rank in host memory, the resident bytes of its process.
+        memory: rank -> largest number of bytes in use at the end of its commands in the round; for an engine that cannot
+            sleep, the bytes in use after it has resumed. For a rank on a GPU, these are the bytes of the GPU that all processes use; for a rank in host memory, the resident bytes of its process.
             Trainers get the 64 highest figures, the controller's own process gets all.
     """
 
