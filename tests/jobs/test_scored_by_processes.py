@@ -145,7 +145,7 @@ async def test_job_ends_early_if_most_rewards_fail(tmp_path: Path) -> None:
             rollouts.submit_group((1, number + 2), 3, SAMPLING, metadata=[str(tmp_path), kind])
         with pytest.raises(
             RolloutError,
-            match=r"reward of .*reward.py failed for \d+ of the last 64 rollouts \(\d\d%\), and "
+            match=r"reward of .*reward.py failed for \d+ of the last 64 rollouts \(\d\d%\), more than "
             r"rollout.max_failed_rewards = 0.5 allows; newest failure: .*no such answer",
         ):
             await next_batch(made)
