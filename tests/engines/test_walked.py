@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from windlass.engines.capture.memory import Holding, Walked, held_by
+from windlass.engines.capture.reach import Signature, reach
 
 
 def closures(scale: torch.Tensor) -> tuple[Callable[..., Any], Callable[[], None]]:
@@ -157,3 +158,16 @@ def test_a_log_of_settings_is_no_change_of_the_model() -> None:
     assert walked.held() is held
     context.resources.append(torch.zeros(4))
     assert set(walked.held()) - set(held) == {"context.resources[1]"}
+
+
+def test_a_signature_notices_a_tensor_with_the_id_of_a_freed_one() -> None:
+    model = engine()
+    signature, scales = Signature(reach(model)), model.method.scales
+    assert signature.holds()
+    first, others = id(scales[0]), list[torch.Tensor]()
+    scales[0] = None
+    while id(tensor := torch.ones(2)) != first:
+        others.append(tensor)
+        assert len(others) < 100_000
+    scales[0] = tensor
+    assert not signature.holds()

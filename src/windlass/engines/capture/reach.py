@@ -314,10 +314,18 @@ class Signature:
     """Identities (`id`) of all objects of a walk, to find out later whether the model references new objects.
 
     An update compares them while the engine does not generate, so C code loops over nearly all values. A signature keeps
-    the model's containers alive, but not its tensors.
+    the model's containers alive, but not its tensors. It records when a tensor is freed, because a later object may get the
+    `id` of the freed tensor.
     """
 
     def __init__(self, found: Reach) -> None:
+        self._freed: list[object] = []
+        # The walk itself creates the values of calls, and they are freed after the walk.
+        self._tensors = [
+            weakref.ref(node.item, self._freed.append)
+            for node in found.tensors
+            if isinstance(node.item, torch.Tensor) and node.join is not Join.CALL
+        ]
         self._others: list[tuple[Any, Shape, list[int]]] = []
         self._globals = [(names, name, id(value)) for names, name, value in found.globals]
         self._containers: list[Collection[object]] = []
@@ -374,14 +382,15 @@ class Signature:
             return False
 
     def _holds(self) -> bool:
-        """Return whether all recorded identities are unchanged.
+        """Return whether all recorded identities are unchanged, and no tensor was freed.
 
         Raises:
             RuntimeError: another thread changed a container at the same time.
             ValueError: a cell is empty now.
         """
         return (
-            [*map(len, self._containers)] == self._sizes
+            not self._freed
+            and [*map(len, self._containers)] == self._sizes
             and self._holds_values()
             and all(id(names.get(name)) == value for names, name, value in self._globals)
             and all(_followed(_members(item, shape)) == kept for item, shape, kept in self._others)
