@@ -275,7 +275,7 @@ def refuse_other_layouts(server: Fresh, controller: str, path: Path, folder: Pat
     name, other = "lm_head.weight", folder / "other"
     changes: Sequence[tuple[Callable[[Any], object], str]] = (
         (lambda told: first(told)["parameters"][name].update(shape=[7]), f"numel of {name} must be 7"),
-        (lambda told: first(told)["parameters"].pop(name), f"{name} of the server's table must be in"),
+        (lambda told: first(told)["parameters"].pop(name), f"the layout must contain {name}"),
         (lambda told: first(told)["derived"].update(a="b"), "a cannot be updated"),
         (lambda told: told.update(version="0.5.22"), "version must be '0.5.22'"),
     )  # fmt: skip
