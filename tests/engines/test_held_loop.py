@@ -129,6 +129,29 @@ def test_failed_search_for_copies_releases_the_loop() -> None:
     assert not hooks.in_round
 
 
+def test_failed_search_keeps_an_engine_with_mixed_weights_held() -> None:
+    """The loop would run steps with weights of two versions."""
+    module = torch.nn.Linear(4, 4)
+    manifest = describe_module(module, "engine/0", Role.ENGINE)
+    later = Later(Watched(module, frozenset()), ["weight"], ["weight", "bias"], {})
+    captured = Captured(manifest, (), (), (), (), later=later)
+    gate = QuiesceGate()
+    hooks = RankHooks(captured, gate, None)
+    with loop(gate) as held:
+        hooks.pause("1.1", PauseMode.IN_PLACE, SECONDS)
+        hooks.round_ended()
+        module.scale = torch.nn.UninitializedParameter()
+        with pytest.raises(ValueError, match="uninitialized parameter"):
+            hooks.pause("2.1", PauseMode.IN_PLACE, SECONDS)
+        held.join(0.3)
+        assert held.is_alive()
+        del module.scale
+        hooks.pause("2.2", PauseMode.IN_PLACE, SECONDS)
+        hooks.resume(SECONDS)
+        held.join(SECONDS / 2)
+        assert not held.is_alive()
+
+
 def test_a_held_loop_without_a_round_continues_after_its_deadline() -> None:
     with engine(serves_own_weights=True) as (_, gate), loop(gate, deadline_s=0.2) as held:
         held.join(SECONDS)

@@ -123,8 +123,9 @@ class RankHooks:
     def pause(self, pause_id: str, mode: PauseMode, deadline_s: float) -> None:
         """Pause the engine, wait until this rank is quiesced, and search for new derived values.
 
-        Set `in_round`, so that the rank refuses to sleep until `round_ended`. If the pause fails, end it at the gate (which
-        releases a blocked main loop) and reset `in_round`.
+        Set `in_round`, so that the rank refuses to sleep until `round_ended`. If the pause fails, reset `in_round`, and end
+        the pause at the gate, which releases a blocked main loop. If an earlier pause has not ended, the main loop stays
+        blocked, because the weights may be of two versions.
 
         Raises:
             PeerTimeout: the rank was falling asleep, and did not finish within `deadline_s`.
@@ -135,6 +136,7 @@ class RankHooks:
             raise PeerTimeout(f"pause: this rank was still falling asleep after {deadline_s} s")
         self.in_round = True
         self.turn.release()
+        is_held = self._gate.is_asked
         blocked = self._gate.ask(pause_id)
         try:
             if not blocked and self._api is not None:
@@ -144,7 +146,8 @@ class RankHooks:
                 self._look(self._captured)
         # The search reads the engine's own objects, which may raise any exception.
         except BaseException:
-            self._gate.end()
+            if not is_held:
+                self._gate.end()
             self.in_round = False
             raise
 

@@ -80,6 +80,12 @@ class QuiesceGate:
             with self.changed:
                 self._blocked = False
 
+    @property
+    def is_asked(self) -> bool:
+        """True from `ask` until `end`."""
+        with self.changed:
+            return bool(self._asked)
+
     def ask(self, pause_id: str) -> bool:
         """Ask for a pause; return whether the loop is already blocked. The agent calls this before `wait`."""
         with self.changed:
