@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import threading
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
@@ -35,6 +36,10 @@ class Api:
 
     gate: QuiesceGate
     versions: list[int] = field(default_factory=list)
+    may_resume: threading.Event = field(default_factory=threading.Event)
+
+    def __post_init__(self) -> None:
+        self.may_resume.set()
 
     def blocks(self, mode: PauseMode) -> bool:
         return False
@@ -47,7 +52,7 @@ class Api:
         self.gate.quiesced(pause_id)
 
     def resume(self, deadline_s: float) -> None:
-        pass
+        assert self.may_resume.wait(deadline_s)
 
     def set_version(self, version: int, deadline_s: float) -> None:
         self.versions.append(version)
@@ -134,6 +139,18 @@ async def test_a_connected_rank_does_not_change_its_controller(rank: Rank) -> No
         trainer = weights(7)
         await asyncio.to_thread(publish, trainer, controller.url, 1)
         assert rank.holds(trainer)
+    leave(rank)
+
+
+async def test_refusal_of_a_join_does_not_call_an_ended_controller_connected(rank: Rank) -> None:
+    async with windlass.Controller(token=TOKEN) as controller:
+        await asyncio.to_thread(rank.join, controller.url)
+        await asyncio.to_thread(publish, weights(1), controller.url, 1)
+        rank.engine_rank.required()[2].pause("9.9", PauseMode.ABORT, 5.0)
+        rank.api.may_resume.clear()
+    with pytest.raises(ProtocolError, match="has not resumed since the connection was lost"):
+        rank.join("http://127.0.0.1:1")
+    rank.api.may_resume.set()
     leave(rank)
 
 

@@ -456,8 +456,9 @@ class EngineRank:
         """Leave the current fleet, if any, and unregister the rank's memory. The fleet's controller must have ended.
 
         Raises:
-            ProtocolError: the controller is still connected after `deadline_s`, so a trainer may still write. Or
-                the weights may be mixed, so the rank must wait for an update by its current fleet.
+            ProtocolError: after `deadline_s`, the controller is still connected, so a trainer may still write, or the
+                engine has not resumed since the connection was lost. Or the weights may be mixed, so the rank must wait
+                for an update by its current fleet.
         """
         self._require_free(deadline_s)
         if self._client is not None:
@@ -470,8 +471,9 @@ class EngineRank:
             return
         if not self._client.wait_disconnected(deadline_s):
             raise ProtocolError(
-                "leave: the engine's controller must be stopped before the engine joins another fleet, "
-                f"got a controller that is still connected after {deadline_s} s"
+                "leave: the engine's controller must be stopped before the engine joins another fleet, but after "
+                f"{deadline_s} s the engine is still connected or has not resumed since the connection was lost; stop the "
+                "controller, and try again"
             )
         # Mixed weights do no harm if they are lost: the next fleet fills all of them before the engine serves.
         if self._client.agent.mixed_weights and not self.sleep.is_lost:

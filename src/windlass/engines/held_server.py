@@ -77,8 +77,8 @@ def _controller_in(record: str) -> str:
 def held_reason(controller: str) -> str:
     """Return the error text for clients of a server whose engine is held until `controller` publishes a version."""
     return (
-        f"the weights of this engine may be of two versions, because an update of the controller {controller} did not end; "
-        "publish a version from this controller, or restart the engine"
+        f"the weights of this engine may be of two versions, because an update of the controller {controller} did not "
+        "complete in this engine; publish a version from this controller, or restart the engine"
     )
 
 
