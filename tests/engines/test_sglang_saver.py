@@ -215,7 +215,7 @@ def serving(rank: Rank, *, blocks: bool) -> Iterator[tuple[RankHooks, EngineHttp
 
     with answering(answer) as url:
         server = EngineHttp(url)
-        server_sleep = ServerSleep(server, rank.state)
+        server_sleep = ServerSleep(server, rank.state, rank.gate)
         api = SglangApi(server, 1, rank.gate, blocks=blocks, sleep=server_sleep)
         server_sleep.fall_asleep(PauseMode.RETRACT, DEADLINE_S)
         assert seen == [RELEASE]
@@ -277,18 +277,21 @@ def test_a_pause_fails_if_the_weights_find_no_memory(
 
 @pytest.mark.usefixtures("group")
 @pytest.mark.parametrize(
-    ("mode", "sent"),
+    ("mode", "is_held", "sent"),
     [
-        (PauseMode.RETRACT, [RELEASE]),
-        (PauseMode.ABORT, ["/pause_generation", RELEASE, "/continue_generation"]),
+        (PauseMode.RETRACT, False, [RELEASE]),
+        (PauseMode.ABORT, False, ["/pause_generation", RELEASE, "/continue_generation"]),
+        (PauseMode.ABORT, True, ["/pause_generation", RELEASE]),
     ],
 )
 def test_refused_sleep_ends_only_its_own_pause(
-    mode: PauseMode, sent: list[str], monkeypatch: pytest.MonkeyPatch
+    mode: PauseMode, is_held: bool, sent: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A framework may have paused the server. Its pause lasts until the framework ends it."""
+    """A framework may have paused the server, or an update that has left weights of two versions."""
     rank, seen = Rank(monkeypatch), list[str]()
     rank.hooks.in_round = True
+    if is_held:
+        rank.gate.ask("1.1")
 
     def answer(path: str, _body: bytes) -> tuple[int, bytes]:
         seen.append(path)
@@ -296,7 +299,7 @@ def test_refused_sleep_ends_only_its_own_pause(
         return (400, refusal.encode()) if refusal else (200, b'{"success": true}')
 
     with answering(answer) as url:
-        server_sleep = ServerSleep(EngineHttp(url), rank.state)
+        server_sleep = ServerSleep(EngineHttp(url), rank.state, rank.gate)
         with pytest.raises(WindlassError, match="an update runs"):
             server_sleep.fall_asleep(mode, DEADLINE_S)
     assert seen == sent

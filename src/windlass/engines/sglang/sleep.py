@@ -32,6 +32,7 @@ from windlass.engines.capture.memory import Holding, Walked, prints_of
 from windlass.engines.capture.sleeping import free_nbytes, shortage_of, unfilled
 from windlass.engines.engine_rank import EngineRank
 from windlass.engines.http import EngineHttp
+from windlass.engines.quiesce_gate import QuiesceGate
 from windlass.engines.rank_sleep import RankSleep
 from windlass.errors import ConfigError, TransferFailed, WindlassError
 
@@ -363,10 +364,11 @@ class ServerSleep:
     Args:
         server: the server.
         state: state of rank 0. Between two requests, the states of all ranks are equal.
+        gate: gate of rank 0.
     """
 
-    def __init__(self, server: EngineHttp, state: RankSleep) -> None:
-        self._server, self._state = server, state
+    def __init__(self, server: EngineHttp, state: RankSleep, gate: QuiesceGate) -> None:
+        self._server, self._state, self._gate = server, state, gate
         # Whether a round woke the weights. If the training framework woke them, the framework also wakes the caches.
         self._woke = False
 
@@ -386,7 +388,7 @@ class ServerSleep:
         Raises:
             ConfigError: `mode` keeps the KV cache.
             PeerUnreachable, PeerTimeout: the server did not pause, or a rank refused. If this call paused
-                generation, it has then resumed generation.
+                generation, it has then resumed generation, except during a pause of an update.
         """
         if mode is PauseMode.IN_PLACE:
             raise ConfigError(
@@ -394,12 +396,14 @@ class ServerSleep:
             )
         # In mode `retract`, the ranks themselves return running requests to the queue.
         must_pause = mode is PauseMode.ABORT and not self._state.is_at_rest
+        # The pause of an update ends with an update, because the weights may be of two versions.
+        must_resume = must_pause and not self._gate.is_asked
         try:
             if must_pause:
                 self._server.post("/pause_generation", {"mode": str(mode)}, deadline_s)
             self._server.post(RELEASE, {}, deadline_s)
         except WindlassError:
-            if must_pause:
+            if must_resume:
                 self._server.post("/continue_generation", {}, deadline_s)
             raise
 
