@@ -231,6 +231,33 @@ async def test_take_delivers_no_group_if_one_id_is_wrong(wrong: str) -> None:
         assert group.group_id == handle.group_id
 
 
+async def test_a_new_answer_of_a_returned_group_may_become_too_old() -> None:
+    async with rig(max_staleness=1, max_rejections=3) as made:
+        rollouts = made.rollouts
+        handle = rollouts.submit_workflow_group("w", None, 2, SAMPLING)
+        kept, replaced = handle.task_ids
+        await made.wait_for_starts(2)
+        made.end(kept, replaced)
+        (delivered,) = await rollouts.next_batch(1, deadline_s=DEADLINE_S, keep=True)
+        made.engine.version = 5
+        rollouts.set_version(5)
+        rollouts.return_groups()
+        rollouts.replace({replaced: "its tensor is lost"})
+        await made.wait_for_starts(3)
+        made.end(replaced)
+        await made.wait_until(lambda: bool(rollouts.ready_ids()))
+        # The new answer of version 5 is now too old. The old answer of the other rollout stays.
+        made.engine.version = 7
+        rollouts.set_version(7)
+        assert rollouts.ready_ids() == []
+        await made.wait_for_starts(4)
+        assert made.started[2:] == [replaced, replaced]
+        made.end(replaced)
+        group = await made.next_group()
+        assert group.rollouts[0] == delivered.rollouts[0]
+        assert group.rollouts[1].versions == (7, 7)
+
+
 async def test_groups_are_returned_only_if_they_were_kept() -> None:
     async with rig() as made:
         handle = made.rollouts.submit_workflow_group("w", None, 2, SAMPLING)

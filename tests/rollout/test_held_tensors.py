@@ -66,7 +66,9 @@ class Rig:
         self.stack, self.folder, self.port = stack, folder, free_port()
         self.url = f"http://127.0.0.1:{self.port}"
 
-    async def open(self, *, journal: bool = False) -> AsyncExitStack:
+    async def open(
+        self, *, journal: bool = False, policy: StalenessPolicy | None = None
+    ) -> AsyncExitStack:
         """Start a controller with a batch queue; return the stack that closes both."""
         config = RolloutConfig(
             retry_backoff_s=0.01,
@@ -77,7 +79,9 @@ class Rig:
         stack = AsyncExitStack()
         self.stack.push_async_callback(stack.aclose)
         self.rollouts = await stack.enter_async_context(
-            RolloutController(engines, StalenessPolicy.unbounded(64), token=TOKEN, config=config)
+            RolloutController(
+                engines, policy or StalenessPolicy.unbounded(64), token=TOKEN, config=config
+            )
         )
         self.batches = BatchQueue()
         stack.callback(self.batches.close)
@@ -222,6 +226,30 @@ async def test_ranks_get_every_element_from_the_memory_of_workers(rig: Rig, tran
         assert rank.stdin is not None
         rank.stdin.close()
         assert await line_of(rank) == {"memory_files": 0}
+
+
+async def test_returned_groups_with_some_held_tensors_do_not_use_the_bound_up(
+    tmp_path: Path,
+) -> None:
+    """Every second rollout has a large tensor. The staleness bound admits one group of two rollouts at a time."""
+    async with AsyncExitStack() as stack:
+        rig = Rig(stack, tmp_path)
+        await rig.open(policy=StalenessPolicy(max_staleness=0, batch_size=2, max_concurrent=8))
+        await rig.worker("worker-0", "--max-concurrent", "4")
+
+        async def next_group() -> tuple[object, int]:
+            (group,) = await rig.rollouts.next_batch(1, deadline_s=15, keep=True)
+            rig.rollouts.count_from(0)
+            return group.metadata, sum(len(held_of(each.tensors)) for each in group.rollouts)
+
+        for number in range(2):
+            rig.rollouts.submit_workflow_group(
+                "mixed", [number, NUMEL], 2, SAMPLING, metadata=number
+            )
+            assert await next_group() == (number, 1)
+        assert len(rig.rollouts.return_groups()) == 2
+        rig.rollouts.count_from(0)
+        assert [await next_group() for _ in range(2)] == [(0, 1), (1, 1)]
 
 
 async def test_answers_of_a_killed_worker_are_generated_again(rig: Rig) -> None:

@@ -147,11 +147,13 @@ class Process:
         handed = []
         while self.table.ready:
             first = next(iter(self.table.ready.values()))
+            returned = {record.task_id for record in first.records if record.is_returned}
             group = self.life.hand_out(keep=True)
             self.journal.flush()
             for rollout in group.rollouts:
                 young = self.policy.version - min(rollout.versions) <= MAX_STALENESS
-                assert young or first.is_returned or self.policy.on_stale is OnStale.TRAIN
+                again = rollout.task_id in returned
+                assert young or again or self.policy.on_stale is OnStale.TRAIN
             handed.append([rollout.task_id for rollout in group.rollouts])
             delivered = frozenset(handed[-1])
             ids = self.world.groups.get(handed[-1][0], delivered)
@@ -222,9 +224,9 @@ class World:
         fresh = Process(self.path, self)
         fresh.audit()
         if not torn:
-            # A delivered group that is not acknowledged may be too old after the restart, and so may a returned group.
+            # A delivered group that is not acknowledged may be too old after the restart, and so may a returned answer.
             before, after = old.resubmits(), fresh.resubmits()
-            young = [t for t, record in old.table.records.items() if not record.group.is_returned]
+            young = [t for t, record in old.table.records.items() if not record.is_returned]
             assert [t for t in young if after.get(t, before[t]) != before[t]] == []
         assert max(fresh.resubmits().values(), default=0) <= MAX_RESUBMITS
         return fresh

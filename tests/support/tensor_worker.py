@@ -30,5 +30,13 @@ async def features(context: WorkflowContext) -> int:
     return number
 
 
+async def mixed(context: WorkflowContext) -> int:
+    """Answer as `features` does, and leave the large tensor out of every second rollout."""
+    number = await features(context)
+    if int(context.task_id.rpartition("-")[2]) % 2:
+        del context.tensors["features"]
+    return number
+
+
 if __name__ == "__main__":
-    sys.exit(run_rollout_worker({"features": features}))
+    sys.exit(run_rollout_worker({"features": features, "mixed": mixed}))

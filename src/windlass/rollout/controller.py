@@ -528,7 +528,7 @@ class RolloutController:
         has been trained.
 
         The groups keep their ids, answers and versions, and are never too old: the trainer uses them again with the
-        weights of the same steps. Only answers with held tensors are generated again, because the controller does not
+        weights of the same steps. Only groups with held tensors are generated again, because the controller does not
         keep them.
 
         Returns:

@@ -543,6 +543,7 @@ class Lifecycle:
             record.admitted = False
         self.journal.add(Resubmitted(record.task_id, record.rejections, record.resubmits))
         record.outcome = None
+        record.is_returned = False
         record.partial = NOTHING
         record.stop_expiry()
         self.table.move(record, State.WAITING, front=True)
@@ -630,14 +631,14 @@ class Lifecycle:
     def drop_stale(self) -> None:
         """Discard buffered answers that are too old, and stop attempts whose answers would be too old.
 
-        An answer of a returned group is never too old: the trainer uses it again with the same weights as the first time.
-        Only the version number of these weights is newer.
+        A returned answer is never too old: the trainer uses it again with the same weights as the first time. Only the
+        version number of these weights is newer. A new answer in place of a returned answer may become too old.
         """
         throws_away, buffered = self._policy.throws_away, self.table.buffered.values()
         old = [
             r
             for r in buffered
-            if r.outcome and not r.group.is_returned and throws_away(r.outcome.versions())
+            if r.outcome and not r.is_returned and throws_away(r.outcome.versions())
         ]
         old += [
             r
@@ -695,11 +696,15 @@ class Lifecycle:
     def _keep(self, group: Group, records: Sequence[Record]) -> None:
         """Keep a delivered group until the caller acknowledges, declines or returns it.
 
-        Discard answers with held tensors. Otherwise the workers would have to keep the elements of these tensors.
+        If an answer has held tensors, discard all answers of the group. Otherwise the workers would have to keep the
+        elements of these tensors.
         """
         group.records += records
-        for record in records:
-            if record.outcome is not None and held_of(record.outcome.tensors):
+        outcomes = [record.outcome for record in records if record.outcome is not None]
+        if any(held_of(outcome.tensors) for outcome in outcomes):
+            # Discard whole groups: the answers of incomplete groups could use the staleness bound up, so that none of
+            # these groups would ever be complete.
+            for record in records:
                 record.outcome = None
         # Replace the future, because its result refers to all tensors of the group.
         group.future = GroupFuture(records[0].task_id, self.give_up_group)
@@ -715,7 +720,7 @@ class Lifecycle:
     def return_groups(self) -> list[GroupHandle]:
         """Put all kept groups in front of the other ready groups; see `RolloutController.return_groups`.
 
-        If the answer of a rollout was discarded, resubmit the rollout. Its group is ready when the new answer arrives.
+        If the answers of a group were discarded, resubmit its rollouts. The group is ready when the new answers arrive.
         """
         groups = list(dict.fromkeys(self._kept.values()))
         self._kept.clear()
@@ -724,8 +729,8 @@ class Lifecycle:
             self._handed_out.pop(task_ids[0], None)
             self._policy.deliver_again(len(task_ids))
             self.journal.returned(task_ids)
-            group.is_returned = True
             for record in group.records:
+                record.is_returned = True
                 self.add(record, State.BUFFERED)
         # The newest first, because each step moves a group or a rollout to the front of its queue.
         for group in reversed(groups):

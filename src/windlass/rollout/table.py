@@ -150,14 +150,12 @@ class Group(msgspec.Struct, eq=False):
             done after delivery, failure or cancellation.
         size: numbers of samples.
         records: records in the order of submission, without those that have ended.
-        is_returned: whether the caller has returned the group after its delivery; see `RolloutController.return_groups`.
     """
 
     group_id: int
     future: GroupFuture
     size: GroupSize
     records: list[Record] = []
-    is_returned: bool = False
 
     @classmethod
     def of(
@@ -222,6 +220,8 @@ class Record(msgspec.Struct, eq=False):
         engine: engine of the last attempt.
         load_key: name of the engine under which `RolloutTable.by_engine` contains the record.
         prompt_ids: tokens of a prompt of text or messages, once a worker has tokenised it.
+        is_returned: whether the caller has returned the answer after its delivery; see
+            `RolloutController.return_groups`.
         queue: queue of the table that contains the record; None after the end of the rollout.
         timer: timer that ends the backoff.
         expiry: timer of the rollout's overall deadline, started at the first dispatch.
@@ -250,6 +250,7 @@ class Record(msgspec.Struct, eq=False):
     prompt_ids: tuple[int, ...] = ()
     partial: Partial = NOTHING
     outcome: RolloutOutcome | None = None
+    is_returned: bool = False
     finished_at: float = 0.0
     queue: dict[str, Record] | None = None
     timer: asyncio.TimerHandle | None = None
