@@ -343,6 +343,36 @@ def test_a_job_that_is_killed_after_a_restart_of_its_ranks_trains_each_prompt_on
     assert open_tasks(tmp_path / "journal") == []
 
 
+STOPPED_IN_LOAD = """
+import signal, time
+
+class Stopped(FsdpEngine):
+    def load(self, path):
+        os.kill(os.getppid(), signal.SIGTERM)
+        time.sleep(2.0)
+        super().load(path)
+
+torch.set_num_threads(1)
+run_train_worker(Stopped("""
+
+
+def test_a_signal_while_ranks_load_a_checkpoint_saves_none_with_other_weights(
+    tmp_path: Path,
+) -> None:
+    """Kill the rank in the fourth step, and stop the job while the new rank loads the checkpoint of two steps."""
+    job, recipe = counting_job(tmp_path, save_every=2)
+    script = tmp_path / "padded.py"
+    start_of_worker = "\ntorch.set_num_threads(1)\nrun_train_worker(FsdpEngine("
+    assert script.read_text().count(start_of_worker) == 1
+    script.write_text(script.read_text().replace(start_of_worker, STOPPED_IN_LOAD))
+    (tmp_path / "recipe.py").write_text(kills_rank(recipe, 3))
+    status, printed = launch(job)
+    assert status == 128 + signal.SIGTERM, printed
+    assert lines(printed, "step ")[-1].startswith("3: "), printed
+    assert os.listdir(tmp_path / "out/checkpoints") == ["2"], printed
+    assert lines(printed, "to continue after step ")[0].startswith("2 from "), printed
+
+
 @pytest.mark.long
 def test_a_checkpoint_before_the_recipe_is_loaded_keeps_its_position(tmp_path: Path) -> None:
     """The second run trains on the journal's groups while its recipe loads, saves a checkpoint, and is killed."""

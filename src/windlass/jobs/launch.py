@@ -383,6 +383,9 @@ class Job:
         self._steps = self._restarts = self._stopped_by = 0
         self._insisted = False
         self._num_trained = self._restarts_since_checkpoint = 0
+        self._has_weights = False
+        """Whether the ranks have the weights after `_steps` steps. False from the start of the ranks until they have loaded
+        the checkpoint, and from the start of a step until its version is published."""
 
     async def run(self) -> JobSummary:
         """Run the job until its steps are done, its tasks end, or a signal arrives; then end all its processes.
@@ -576,7 +579,8 @@ class Job:
     async def _save_at_signal(self, insisted: asyncio.Task[int]) -> None:
         """Save a checkpoint if the job saves checkpoints and has trained a step since the newest checkpoint.
 
-        The caller holds `_in_step`.
+        Save nothing after a failed step until the ranks have loaded the newest checkpoint: their weights may be of other
+        steps than `_steps`. The caller holds `_in_step`.
 
         Args:
             insisted: task that ends at the second signal. This method then stops waiting for the checkpoint.
@@ -599,8 +603,9 @@ class Job:
 
     @property
     def _lacks_checkpoint(self) -> bool:
-        """Whether the job saves checkpoints, and has trained steps since the newest one."""
-        return self._config.trainer.save_every > 0 and self._steps != self._saved_steps
+        """Whether the job saves checkpoints, and the ranks have weights of steps since the newest one."""
+        saves = self._config.trainer.save_every > 0
+        return saves and self._has_weights and self._steps != self._saved_steps
 
     @property
     def _saved_steps(self) -> int:
@@ -812,6 +817,7 @@ class Job:
             ConfigError: a step has fewer groups than there are data-parallel ranks.
         """
         deadline_s = self._config.start_deadline_s
+        self._has_weights = False
         await self._trainers.start(self.controller.url, deadline_s=deadline_s)
         num_groups, size = self._config.rollout.groups_per_step, self._trainers.data_parallel_size
         if num_groups < size:
@@ -824,6 +830,7 @@ class Job:
             self._steps = checkpoint.steps
             self.version = max(self.version, checkpoint.version - 1)
             self._notify(f"continues from {folder}, after {counted(self._steps, 'step')}")
+        self._has_weights = True
         # The journal may have a newer version than the checkpoint. The next version must be newer than both: otherwise,
         # its tokens would count as too old.
         self.version = max(self.version, self.controller.rollouts.recovered.version)
@@ -985,6 +992,7 @@ class Job:
             await self._recipe.before_step(step, samples)
         self.controller.observe_samples(samples)
         async with self._in_step:
+            self._has_weights = False
             with self._waiting_for(lambda: f"the trainer ranks to train step {step + 1}"):
                 result = await self._trainers.train_step(
                     step, list(batch.values()), deadline_s=trainer.step_deadline_s
@@ -994,7 +1002,7 @@ class Job:
             await self._audit(lambda audit: audit.add(self.version + 1, step + 1, samples, seeds))
             await self._publish()
             await self._audit(lambda audit: audit.note_published(self.version))
-            self._steps = step + 1
+            self._steps, self._has_weights = step + 1, True
             self._num_trained += 1
             for group_id in batch:
                 if (group := self._open.pop(group_id, None)) is not None:
