@@ -1503,7 +1503,7 @@ def room_deadline_s(config: LaunchConfig) -> float:
 
     At the staleness bound, the job waits for the next version. The result is the sum of the deadlines of everything that
     may happen before a version is published: a batch and its scores, fetching large tensors, a step, a checkpoint, an
-    update, and restarts of ranks. After a restart, the job first repeats the steps since the checkpoint on the same
+    update, and restarts of ranks. After each restart, the job first repeats the steps since the checkpoint on the same
     groups. The bound admits no task before these steps are done.
     """
     rollout, trainer = config.rollout, config.trainer
@@ -1512,11 +1512,13 @@ def room_deadline_s(config: LaunchConfig) -> float:
         + 2 * trainer.step_deadline_s
         + trainer.publish_deadline_s
     )
-    return (
-        (1 + trainer.save_every) * step_s
+    restart_s = (
+        2 * config.start_deadline_s
+        + trainer.publish_deadline_s
+        + trainer.save_every * step_s
         + trainer.step_deadline_s
-        + trainer.max_restarts * (2 * config.start_deadline_s + trainer.publish_deadline_s)
     )
+    return step_s + trainer.step_deadline_s + trainer.max_restarts * restart_s
 
 
 def job_processes(config: LaunchConfig, url: str) -> list[tuple[list[ProcessSpec], Access, int]]:
