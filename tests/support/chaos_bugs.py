@@ -215,7 +215,7 @@ BUGS = (
         "buffered answers do not grow stale",
         Lifecycle,
         "drop_stale",
-        "if r.outcome and not r.group.is_returned and throws_away(r.outcome.versions())",
+        "if r.outcome and not r.is_returned and throws_away(r.outcome.versions())",
         "if False",
         3,
     ),
