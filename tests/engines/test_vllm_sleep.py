@@ -31,6 +31,7 @@ from servers import (
     TOKEN,
     Layout,
     Server,
+    build,
     engine_version,
     family,
     save,
@@ -215,6 +216,34 @@ def no_more_memory(server: Server) -> Iterator[None]:
     finally:
         for pid, limits in before.items():
             resource.prlimit(pid, resource.RLIMIT_DATA, limits)
+
+
+async def test_tensor_that_no_trainer_has_outlives_the_servers_sleep(tmp_path: Path) -> None:
+    """The last norm is in memory that vLLM frees, and trainers send all other tensors."""
+    model, sent = build(KIND, 1), torch.nn.Module()
+    sent.model, sent.lm_head = torch.nn.Module(), model.lm_head
+    sent.model.embed_tokens, sent.model.layers = model.model.embed_tokens, model.model.layers
+    with sleeping_server(tmp_path, 1) as server:
+        async with windlass.Controller(token=TOKEN, config=control_config()) as controller:
+            await asyncio.to_thread(server.join, controller.url, "pull")
+            trainer = await asyncio.to_thread(
+                windlass.connect_trainer,
+                sent,
+                controller=controller.url,
+                token=TOKEN,
+                transport="pull",
+                keep=("model.norm.weight",),
+            )
+            with trainer:
+                turns = Turns(server, controller, trainer, model, tmp_path / "turns")
+                await turns.publish_again()
+                for level in (1, 2):
+                    await turns.post(f"/sleep?level={level}")
+                    with torch.no_grad():
+                        for parameter in sent.parameters():
+                            parameter.mul_(1.25)
+                    await turns.publish_again()
+                    await turns.check()
 
 
 @pytest.mark.parametrize("tp", [1, 2])
