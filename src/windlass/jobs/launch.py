@@ -1022,8 +1022,9 @@ class Job:
         )
         if (difference := result.metrics.get(LOGPROB_DIFFERENCE, 0.0)) > LARGEST_DIFFERENCE:
             self._notify(
-                f"warning: log-probabilities of rollouts differ from the trainer's by {difference:.2f} per token, "
-                f"with the job's sampling settings; at most {LARGEST_DIFFERENCE} is expected. Importance weights are wrong. "
+                f"warning: log-probabilities of rollouts differ from the trainer's by {difference:.2f} per token; at most "
+                f"{LARGEST_DIFFERENCE} is expected. The trainer computes them with the job's sampling settings. "
+                "Importance weights are wrong. "
                 "Possible causes: an engine returns log-probabilities of another distribution than it samples from, "
                 "or a workflow uses its own sampling settings"
             )

@@ -527,9 +527,9 @@ class RolloutController:
         ranks have loaded the checkpoint, and before `count_from`. First acknowledge the groups on which the checkpoint
         has been trained.
 
-        The groups keep their ids, answers and versions, and are never too old: the trainer uses them again with the
-        weights of the same steps. Only groups with held tensors are generated again, because the controller does not
-        keep them.
+        The groups keep their ids, answers and versions. No group counts as too old, because the trainer trains on each
+        group again from the same step as the first time. The controller does not keep held tensors, so it generates a group
+        with held tensors again.
 
         Returns:
             New handles of the groups, in the order of their delivery.

@@ -631,8 +631,9 @@ class Lifecycle:
     def drop_stale(self) -> None:
         """Discard buffered answers that are too old, and stop attempts whose answers would be too old.
 
-        A returned answer is never too old: the trainer uses it again with the same weights as the first time. Only the
-        version number of these weights is newer. A new answer in place of a returned answer may become too old.
+        A returned answer is never too old: the trainer trains on it again with the same weights as the first time, although
+        these weights now have a higher version number. An answer that is generated in place of a returned answer has no such
+        exemption.
         """
         throws_away, buffered = self._policy.throws_away, self.table.buffered.values()
         old = [

@@ -211,7 +211,7 @@ class RankSaver:
             return "an update runs; ask again after its end"
         if WEIGHTS in tags and not self._state.is_lost:
             try:
-                # `look` searches copies of weights by their values, so it must run before the values are lost.
+                # `look` searches for copies of weights by their values, so it must run before the values are lost.
                 self._rank.captured.look()
             except WindlassError as error:
                 return str(error)
