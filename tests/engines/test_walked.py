@@ -6,10 +6,12 @@ from collections.abc import Callable, Mapping
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
-from windlass.engines.capture.memory import Holding, Walked, held_by
+from windlass.engines.capture.memory import Holding, Walked, Watched, held_by
+from windlass.engines.capture.mirrors import Later
 from windlass.engines.capture.reach import Signature, reach
 
 
@@ -171,3 +173,20 @@ def test_a_signature_notices_a_tensor_with_the_id_of_a_freed_one() -> None:
         assert len(others) < 100_000
     scales[0] = tensor
     assert not signature.holds()
+
+
+def test_a_copy_at_the_address_of_a_freed_tensor_is_refilled() -> None:
+    """An allocator gives the memory of a freed tensor to a later one. Here, an array stands for this memory."""
+    module = torch.nn.Linear(8, 8, bias=False, dtype=torch.bfloat16).requires_grad_(False)
+    block = np.zeros((8, 8), np.float32)
+    module.work = torch.from_numpy(block).copy_(torch.arange(64.0).view(8, 8))
+    later = Later(Watched(module), ["weight"], ["weight"], {})
+    for _ in range(3):
+        later.look()
+    del module.work
+    block[:] = module.weight.float().numpy()
+    module.work = torch.from_numpy(block)
+    later.look()
+    module.weight.copy_(torch.arange(64.0).view(8, 8) - 20)
+    later.refill()
+    assert torch.equal(torch.from_numpy(block), module.weight.float())

@@ -21,9 +21,10 @@ from typing import final
 
 import numpy as np
 import torch
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from windlass.engines.capture.memory import Holding, Kind, Watched, bytes_in, refuse
-from windlass.engines.capture.reach import BUFFERS, Number, Signature
+from windlass.engines.capture.reach import BUFFERS, Join, Number, Signature
 
 FEW = 4
 """Minimum length of a row or piece that the search looks for. A shorter row might equal a weight's row by chance."""
@@ -724,7 +725,7 @@ class Later:
     def _look(self, *, is_full: bool) -> None:
         """Search new tensors and numbers for copies of weights, and set `mirrors` to the mirrors that exist now.
 
-        A tensor is new if it did not exist at the previous call or had another address. If `is_full` is True, a tensor
+        A tensor is new if it did not exist at the previous call or had other memory. If `is_full` is True, a tensor
         is also new if it was written since the previous call. Record the state of all tensors for the next call.
         """
         held = self._walk_again()
@@ -780,23 +781,43 @@ class Later:
             torch.cuda.synchronize(device)  # the engine's next step may run on another stream
 
 
-_State = tuple[int | None, int]
+@final
+@dataclass(frozen=True, slots=True)
+class _State:
+    """Identity of a tensor's memory, and of its value.
+
+    Attributes:
+        version: version counter that torch keeps for the tensor; None for an inference tensor, which has no counter.
+        address: address of the tensor's first element.
+        storage: weak reference to the tensor's storage; None if the walk through the model may create the storage.
+    """
+
+    version: int | None
+    address: int
+    storage: StorageWeakRef | None
 
 
 def _state(holding: Holding) -> _State:
-    """Return the version counter that torch keeps for a tensor, and the tensor's address.
-
-    An inference tensor has no version counter; None takes its place.
-    """
-    is_counted = not holding.tensor.is_inference()
-    return (holding.tensor._version if is_counted else None), holding.address
+    """Return the present state of a tensor of the model."""
+    tensor, node = holding.tensor, holding.node
+    is_owned = (
+        node is not None and isinstance(node.item, torch.Tensor) and node.join is not Join.CALL
+    )
+    return _State(
+        version=None if tensor.is_inference() else tensor._version,
+        address=holding.address,
+        storage=StorageWeakRef(tensor.untyped_storage()) if is_owned else None,  # type: ignore[no-untyped-call]
+    )
 
 
 def _is_new(now: _State, known: _State | None, *, is_full: bool) -> bool:
     """Return whether a tensor may have a new value. Compare version counters only if `is_full` is True.
 
-    `known` is the tensor's earlier state, or None if the tensor did not exist.
+    `known` is the tensor's earlier state, or None if the tensor did not exist. A later tensor may get the address of a
+    freed tensor.
     """
-    if known is None or now[1] != known[1]:
+    if known is None or now.address != known.address:
         return True
-    return is_full and (now[0] is None or now[0] != known[0])
+    if known.storage is not None and known.storage.expired():  # type: ignore[no-untyped-call]
+        return True
+    return is_full and (now.version is None or now.version != known.version)
