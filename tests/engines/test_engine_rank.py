@@ -4,12 +4,17 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import tempfile
 import threading
 import time
 from collections.abc import Iterator, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 
+import msgspec
 import pytest
 import torch
 from safetensors.torch import save_file
@@ -23,11 +28,15 @@ from windlass.engines.capture.description import Captured
 from windlass.engines.capture.memory import held_by
 from windlass.engines.capture.sleeping import unfilled, unfilled_ranges
 from windlass.engines.engine_rank import EngineRank
+from windlass.engines.held_server import held_for
 from windlass.engines.quiesce_gate import QuiesceGate
-from windlass.engines.spec import AgentSettings
-from windlass.errors import ConfigError, ProtocolError, RoundAborted, UnsupportedLayout
+from windlass.engines.spec import AgentSettings, CapturedLayout, RankStep
+from windlass.engines.vllm.api_server import RankAnswer, RankOrder, join_ranks
+from windlass.errors import ConfigError, PeerTimeout, ProtocolError, RoundAborted, UnsupportedLayout
 
 TOKEN = "secret of the test"
+URL = "http://engine"
+IN_PLACE = ControlConfig(mode=UpdateMode.IN_PLACE)
 
 
 @dataclass
@@ -37,9 +46,12 @@ class Api:
     gate: QuiesceGate
     versions: list[int] = field(default_factory=list)
     may_resume: threading.Event = field(default_factory=threading.Event)
+    asked: threading.Event = field(default_factory=threading.Event)
+    may_quiesce: threading.Event = field(default_factory=threading.Event)
 
     def __post_init__(self) -> None:
         self.may_resume.set()
+        self.may_quiesce.set()
 
     def blocks(self, mode: PauseMode) -> bool:
         return False
@@ -49,6 +61,8 @@ class Api:
 
     def quiesce(self, pause_id: str, deadline_s: float, *, block: bool) -> None:
         assert not block
+        self.asked.set()
+        assert self.may_quiesce.wait(deadline_s)
         self.gate.quiesced(pause_id)
 
     def resume(self, deadline_s: float) -> None:
@@ -78,11 +92,14 @@ class Rank:
         specs = checkpoint_specs(self.checkpoint)
         return capture(self.model, specs, self._load, worker="engine/0")
 
-    def capture(self, url: str, *, name: str = "engine") -> AgentSettings:
-        settings = AgentSettings(
-            name=name, controller=url, transport="cma", url="http://engine", world_size=1,
+    def settings(self, url: str, *, name: str = "engine") -> AgentSettings:
+        return AgentSettings(
+            name=name, controller=url, transport="cma", url=URL, world_size=1,
             checkpoint=str(self.checkpoint),
         )  # fmt: skip
+
+    def capture(self, url: str, *, name: str = "engine") -> AgentSettings:
+        settings = self.settings(url, name=name)
         self.engine_rank.capture(settings, 0, self._capture, lambda: self.api)
         return settings
 
@@ -92,6 +109,35 @@ class Rank:
     def holds(self, trainer: torch.nn.ParameterDict) -> bool:
         expected = torch.cat([trainer["a"], trainer["b"]]).to(torch.bfloat16)
         return torch.equal(self.model.weight.data, expected)
+
+
+class Core:
+    """Client of vLLM's core. It carries out orders in the real rank, in a thread of its own."""
+
+    core_engines = (0,)
+
+    def __init__(self, rank: Rank) -> None:
+        self._rank = rank
+
+    async def _call_utility_async(
+        self,
+        _method: str,
+        _order: str,
+        _s: float,
+        args: tuple[str, str],
+        _named: None,
+        *,
+        engine: int,
+    ) -> list[str]:
+        assert engine == 0
+        order = msgspec.json.decode(args[1], type=RankOrder)
+        said = ""
+        if order.step is RankStep.CAPTURE:
+            await asyncio.to_thread(self._rank.capture, order.settings.controller)
+            said = msgspec.json.encode(CapturedLayout(unplaced=(), buffer_nbytes=0)).decode()
+        else:
+            await asyncio.to_thread(self._rank.join, order.settings.controller)
+        return [msgspec.json.encode(RankAnswer(said=said)).decode()]
 
 
 @pytest.fixture
@@ -204,6 +250,42 @@ async def test_rank_without_weights_keeps_its_layout_under_a_new_name(
     leave(rank)
 
 
+@pytest.mark.parametrize("is_blocked", [False, True])
+async def test_server_that_lost_its_weights_joins_another_controller_unless_it_is_blocked(
+    rank: Rank, is_blocked: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The controller dies while an update fills a server that slept."""
+    monkeypatch.setattr(tempfile, "tempdir", str(rank.checkpoint))
+    gate = rank.engine_rank.gate
+    async with windlass.Controller(token=TOKEN, config=IN_PLACE) as controller:
+        await asyncio.to_thread(rank.join, controller.url)
+        lose(rank)
+        rank.api.may_quiesce.clear()
+        publishing = partial(publish, weights(1), controller.url, 1, deadline_s=5.0)
+        published = asyncio.create_task(asyncio.to_thread(publishing))
+        assert await asyncio.to_thread(rank.api.asked.wait, 30)
+    with ExitStack() as loop:
+        if is_blocked:
+            loop.enter_context(gate.held())
+        rank.api.may_quiesce.set()
+        await asyncio.to_thread(wait_until_held)
+        async with windlass.Controller(token=TOKEN, config=IN_PLACE) as other:
+            server = SimpleNamespace(engine_core=Core(rank))
+            joining = join_ranks(server, rank.settings(other.url), TOKEN, pauses_itself=True)
+            if is_blocked:
+                with pytest.raises(ProtocolError, match=f"of the controller {controller.url} did"):
+                    await joining
+            else:
+                await joining
+                assert held_for(URL) == ""
+                trainer = weights(9)
+                await asyncio.to_thread(publish, trainer, other.url, 1)
+                assert rank.holds(trainer)
+    with pytest.raises(PeerTimeout):
+        await published
+    leave(rank)
+
+
 async def test_copy_of_weights_is_refilled_after_the_weights_were_lost(rank: Rank) -> None:
     """The main loop finds the copy before the loss. In the round, the weights have values that are not the copy's."""
     async with windlass.Controller(token=TOKEN) as controller:
@@ -282,10 +364,21 @@ def lose(rank: Rank) -> None:
 
 
 def publish(
-    trainer: torch.nn.ParameterDict, url: str, version: int, keep: Sequence[str] = ()
+    trainer: torch.nn.ParameterDict,
+    url: str,
+    version: int,
+    keep: Sequence[str] = (),
+    deadline_s: float = 600.0,
 ) -> UpdateReport:
     with windlass.connect_trainer(trainer, controller=url, token=TOKEN, keep=keep) as client:
-        return client.publish(version).result()
+        return client.publish(version, deadline_s=deadline_s).result()
+
+
+def wait_until_held() -> None:
+    end = time.monotonic() + 30
+    while not held_for(URL):
+        assert time.monotonic() < end, "the rank wrote no record"
+        time.sleep(0.05)
 
 
 def leave(rank: Rank) -> None:

@@ -390,7 +390,7 @@ class EngineRank:
         )
         on_held: Callable[[bool], None] | None = None
         if rank == 0:
-            on_held = partial(note_held, settings.url, settings.controller)
+            on_held = partial(self._note_held, settings)
             # Delete the record that the engine is held by its previous fleet. The record still exists if the weights became
             # mixed, and sleep then freed the weights.
             on_held(False)
@@ -424,6 +424,11 @@ class EngineRank:
             on_held=on_held,
         )
         self._has_joined = True
+
+    def _note_held(self, settings: AgentSettings, is_held: bool) -> None:
+        """Call `note_held` for the server in `settings`."""
+        may_leave = self.sleep.is_lost and not self.gate.is_blocked
+        note_held(settings.url, settings.controller, is_held, may_leave=may_leave)
 
     @property
     def kept(self) -> frozenset[str]:

@@ -36,15 +36,19 @@ _GENERATES = frozenset({"/generate", "/inference/v1/generate", "/invocations"})
 """Routes that let the engine generate. Routes of OpenAI's API do so too."""
 _OPENAI = "/v1/"
 """Beginning of the routes of OpenAI's API."""
+_MAY_LEAVE = " may leave"
+"""End of a record whose engine may join the fleet of another controller. No URL contains a space."""
 
 
-def note_held(url: str, controller: str, is_held: bool) -> None:
+def note_held(url: str, controller: str, is_held: bool, *, may_leave: bool = False) -> None:
     """Record that the engine of a server on this host stays paused, or delete this record. If this fails, log the error.
 
     Args:
         url: URL of the server.
         controller: URL of the controller whose update has not ended.
         is_held: whether the engine stays paused.
+        may_leave: whether the engine may join the fleet of another controller, because its weights are lost and its loop
+            is not blocked.
     """
     name = _record(urlsplit(url).port)
     try:
@@ -52,7 +56,7 @@ def note_held(url: str, controller: str, is_held: bool) -> None:
             (key_folder() / name).unlink(missing_ok=True)
             return
         _log.warning("%s", held_reason(controller))
-        (own_folder() / name).write_text(controller)
+        (own_folder() / name).write_text(f"{controller}{_MAY_LEAVE if may_leave else ''}")
     except (ConfigError, OSError) as error:
         _log.warning("cannot update the record of whether this engine is held: %s", error)
 
@@ -62,10 +66,15 @@ def held_for(url: str) -> str:
 
     `url` is the URL of the engine's server, which must be on this host.
     """
-    return _controller_in(_record(urlsplit(url).port))
+    return _read(_record(urlsplit(url).port)).removesuffix(_MAY_LEAVE)
 
 
-def _controller_in(record: str) -> str:
+def may_leave(url: str) -> bool:
+    """Return whether the record of a held engine says that the engine may join the fleet of another controller."""
+    return _read(_record(urlsplit(url).port)).endswith(_MAY_LEAVE)
+
+
+def _read(record: str) -> str:
     """Return the content of a record; empty if there is none, or if it cannot be read."""
     try:
         return read_own(record)
@@ -106,7 +115,8 @@ class HeldRoutes:
     async def __call__(self, scope: Message, receive: Receive, send: Send) -> None:
         """Serve one request."""
         asks = asks_whether_alive(scope)
-        controller = _controller_in(self._record) if asks or _needs_engine(scope) else ""
+        content = _read(self._record) if asks or _needs_engine(scope) else ""
+        controller = content.removesuffix(_MAY_LEAVE)
         if not controller:
             await self._app(scope, receive, send)
             return

@@ -86,6 +86,12 @@ class QuiesceGate:
         with self.changed:
             return bool(self._asked)
 
+    @property
+    def is_blocked(self) -> bool:
+        """True while the main loop is in `block` or `held`."""
+        with self.changed:
+            return self._blocked
+
     def ask(self, pause_id: str) -> bool:
         """Ask for a pause; return whether the loop is already blocked. The agent calls this before `wait`."""
         with self.changed:

@@ -17,7 +17,7 @@ import msgspec
 
 from windlass.control.engine_channel import report_cannot_join
 from windlass.engines.adapters import adapter_of
-from windlass.engines.held_server import held_for, held_reason
+from windlass.engines.held_server import held_for, held_reason, may_leave
 from windlass.engines.join_route import JoinOrder
 from windlass.engines.rank_reports import check_layouts, reason_of
 from windlass.engines.spec import AgentSettings, CapturedLayout, RankStep, join_deadline_s
@@ -192,14 +192,16 @@ async def join_ranks(
     Raises:
         ConfigError: updates would not reach a tensor that vLLM's loader reads, or this process cannot call all ranks
             of the server.
-        ProtocolError: the engine is held until another controller sends a version.
+        ProtocolError: the engine is held until another controller sends a version. An engine whose weights are lost may
+            join another controller, unless its loop is blocked.
         PeerUnreachable: a rank failed; the message has the rank's reason.
         PeerTimeout: a rank did not answer within `settings.join_deadline_s`.
     """
     if held := held_for(settings.url):
         if held == settings.controller:
             return
-        raise ProtocolError(f"join: {held_reason(held)}")
+        if not may_leave(settings.url):
+            raise ProtocolError(f"join: {held_reason(held)}")
     capture = RankOrder(
         step=RankStep.CAPTURE, settings=settings, token=token, pauses_itself=pauses_itself
     )
