@@ -12,7 +12,7 @@ import transformers
 from windlass.errors import ConfigError
 from windlass.rollout import SampleTensor, TrainingSample
 from windlass.training import token_logprobs
-from windlass.training.batches import token_batch, with_advantages
+from windlass.training.batches import only_attends, token_batch, with_advantages
 from windlass.training.settings import Advantage
 
 CPU = torch.device("cpu")
@@ -106,3 +106,53 @@ def test_samples_that_cannot_be_trained_are_refused(changes: dict[str, Any], say
     with pytest.raises(ConfigError) as refused:
         token_batch([sample(0, 5, **changes)], CPU)
     assert says in str(refused.value)
+
+
+SIZES: dict[str, Any] = {
+    "vocab_size": 64,
+    "hidden_size": 32,
+    "intermediate_size": 32,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 2,
+}
+LINEAR = {
+    "head_dim": 16,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 2,
+    "linear_key_head_dim": 16,
+    "linear_value_head_dim": 16,
+    "num_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 16,
+    "shared_expert_intermediate_size": 16,
+}
+
+
+@pytest.mark.parametrize(
+    ("kind", "more", "keeps_apart"),
+    [
+        ("Llama", {}, True),
+        ("Gemma3Text", {"head_dim": 16}, True),
+        ("Qwen3Next", LINEAR, False),
+        ("Lfm2", {"layer_types": ["conv", "full_attention"] * 2}, False),
+    ],
+)
+def test_only_attention_keeps_the_samples_of_a_packed_row_apart(
+    kind: str, more: dict[str, Any], *, keeps_apart: bool
+) -> None:
+    """Another first sample changes the logits of the second one in a packed row if a layer does not keep them apart."""
+    torch.manual_seed(0)
+    config = getattr(transformers, f"{kind}Config")(**SIZES, **more)
+    model: Any = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="sdpa")
+    model.eval().config.use_cache = False
+    assert only_attends(model) is keeps_apart
+
+    def logits(first: int) -> torch.Tensor:
+        changed = sample(0, 5, prompt_ids=(first, 2))
+        batch = token_batch([changed, sample(1, 2)], CPU, packed=True)
+        with torch.no_grad():
+            found: torch.Tensor = model(**batch.model_arguments()).logits
+        return found[0, 6:]
+
+    assert torch.equal(logits(1), logits(40)) is keeps_apart

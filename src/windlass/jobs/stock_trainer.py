@@ -7,6 +7,7 @@ A job without `trainer.script` runs `python -m windlass.jobs.stock_trainer SETTI
 from __future__ import annotations
 
 import importlib
+import logging
 import shutil
 import sys
 from collections.abc import Mapping, Sequence
@@ -26,10 +27,11 @@ from windlass.jobs.fsdp_engine import FsdpEngine, LossMean, LossResult, Samples
 from windlass.jobs.train_worker import TrainContext, WrappedEngine, run_train_worker
 from windlass.jobs.training import ComputeType, TrainingSection
 from windlass.rollout.packing import divide
-from windlass.training.batches import token_batch, with_advantages
+from windlass.training.batches import only_attends, token_batch, with_advantages
 from windlass.training.losses import policy_loss, token_logprobs
 from windlass.training.settings import TokenMean
 
+_log = logging.getLogger(__name__)
 EXPORTED = "hf"
 """Name of a folder inside a checkpoint. transformers and engines load this folder."""
 COPIED = (".json", ".txt", ".model", ".tiktoken", ".jinja", ".py")
@@ -126,6 +128,12 @@ class StockTrainer(WrappedEngine[FsdpEngine]):
             local_files_only=True,
         )
         model.config.use_cache = False
+        if self._packed and not only_attends(model):
+            _log.warning(
+                "training: samples are padded, because layers of %s would mix packed samples",
+                folder,
+            )
+            self._packed = False
         if settings.gradient_checkpointing:
             model.gradient_checkpointing_enable()
             # Gradient checkpointing works only in training mode. In this mode, dropout would change the log-probabilities.

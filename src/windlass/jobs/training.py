@@ -50,7 +50,7 @@ class TrainingSection(msgspec.Struct, frozen=True, kw_only=True):
             micro-batch of its own.
         compute: element type of the forward and backward pass.
         attention: implementation of attention in transformers. With a name that contains "flash", samples are packed
-            without padding.
+            without padding, unless the model has other layers that mix tokens (`training.batches.only_attends`).
         gradient_checkpointing: whether to compute activations again in the backward pass, to save memory.
         export: whether each checkpoint contains the folder `hf`, which transformers, vLLM and SGLang load. Rank 0 needs
             host memory for all weights.

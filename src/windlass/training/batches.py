@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import msgspec
 import torch
@@ -128,6 +129,22 @@ class TokenBatch:
         return found
 
 
+_ATTENTIONS = frozenset({"full_attention", "sliding_attention", "chunked_attention"})
+"""Names of transformers for layers whose attention keeps the samples of a packed row apart."""
+
+
+def only_attends(model: torch.nn.Module) -> bool:
+    """Return whether attention is the only layer of a transformers model that mixes tokens.
+
+    Attention finds the samples of a packed row by `position_ids`. Recurrent layers, linear attention and convolutions do
+    not: in a packed row, they carry values of one sample into the next.
+    """
+    found: Any = model
+    settings = found.config.get_text_config().to_dict()
+    kinds = settings.get("layer_types") or ()
+    return not found._is_stateful and _ATTENTIONS.issuperset(kinds)
+
+
 def token_batch(
     samples: Sequence[TrainingSample], device: torch.device, *, packed: bool = False
 ) -> TokenBatch:
@@ -137,7 +154,7 @@ def token_batch(
         samples: at least one sample; each must have the tensor `ADVANTAGES` and at least one prompt token.
         device: torch device of the tensors.
         packed: whether to put all samples into one row without padding. The model's attention must support this, as
-            flash attention does.
+            flash attention does, and the model must have no other layers that mix tokens; see `only_attends`.
 
     Raises:
         ConfigError: a sample has no prompt, or does not have exactly one advantage per output token.
