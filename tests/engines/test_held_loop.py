@@ -111,14 +111,17 @@ def test_a_pause_of_a_loop_that_is_not_held_fails_by_its_deadline() -> None:
         agent.handle(Pause(PauseMode.IN_PLACE, 0.2), epoch=1, round_number=1)
 
 
-def test_failed_search_for_copies_releases_the_loop() -> None:
-    """The search reads the engine's own objects, and these may raise any exception."""
-    module = torch.nn.Linear(4, 4)
+def searching_hooks(module: torch.nn.Module, gate: QuiesceGate) -> RankHooks:
+    """Return hooks that search `module` for copies of its weights in each pause."""
     manifest = describe_module(module, "engine/0", Role.ENGINE)
     later = Later(Watched(module, frozenset()), ["weight"], ["weight", "bias"], {})
-    captured = Captured(manifest, (), (), (), (), later=later)
-    gate = QuiesceGate()
-    hooks = RankHooks(captured, gate, None)
+    return RankHooks(Captured(manifest, (), (), (), (), later=later), gate, None)
+
+
+def test_failed_search_for_copies_releases_the_loop() -> None:
+    """The search reads the engine's own objects, and these may raise any exception."""
+    module, gate = torch.nn.Linear(4, 4), QuiesceGate()
+    hooks = searching_hooks(module, gate)
     # torch refuses to read a parameter that has no memory yet.
     module.scale = torch.nn.UninitializedParameter()
     with loop(gate) as held:
@@ -131,12 +134,8 @@ def test_failed_search_for_copies_releases_the_loop() -> None:
 
 def test_failed_search_keeps_an_engine_with_mixed_weights_held() -> None:
     """The loop would run steps with weights of two versions."""
-    module = torch.nn.Linear(4, 4)
-    manifest = describe_module(module, "engine/0", Role.ENGINE)
-    later = Later(Watched(module, frozenset()), ["weight"], ["weight", "bias"], {})
-    captured = Captured(manifest, (), (), (), (), later=later)
-    gate = QuiesceGate()
-    hooks = RankHooks(captured, gate, None)
+    module, gate = torch.nn.Linear(4, 4), QuiesceGate()
+    hooks = searching_hooks(module, gate)
     with loop(gate) as held:
         hooks.pause("1.1", PauseMode.IN_PLACE, SECONDS)
         hooks.round_ended()

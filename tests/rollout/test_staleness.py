@@ -110,7 +110,9 @@ def test_samples_that_are_delivered_again_take_the_place_of_new_samples() -> Non
     """A trainer continues at version 6 from a checkpoint of 3 steps. It has trained 5 steps, and the next batch waits."""
     policy = StalenessPolicy(1, 4, 1000)
     policy.restore(start_version=0, version=5, running=0, accepted=24, consumed=20)
-    with pytest.raises(RolloutError, match=r"deliver_again needs 0 <= n <= 20, got 21"):
+    with pytest.raises(
+        RolloutError, match=r"deliver_again: num_samples must be in \[0, 20\], got 21"
+    ):
         policy.deliver_again(21)
     policy.deliver_again(8)
     policy.count_from(6)

@@ -66,21 +66,24 @@ def held_for(url: str) -> str:
 
     `url` is the URL of the engine's server, which must be on this host.
     """
-    return _read(_record(urlsplit(url).port)).removesuffix(_MAY_LEAVE)
+    controller, _ = _read(_record(urlsplit(url).port))
+    return controller
 
 
 def may_leave(url: str) -> bool:
     """Return whether the record of a held engine says that the engine may join the fleet of another controller."""
-    return _read(_record(urlsplit(url).port)).endswith(_MAY_LEAVE)
+    _, found = _read(_record(urlsplit(url).port))
+    return found
 
 
-def _read(record: str) -> str:
-    """Return the content of a record; empty if there is none, or if it cannot be read."""
+def _read(record: str) -> tuple[str, bool]:
+    """Return `controller` and `may_leave` of a record (see `note_held`); ("", False) if there is none or it cannot be read."""
     try:
-        return read_own(record)
+        content = read_own(record)
     # For example, the folder belongs to another user.
     except (ConfigError, OSError):
-        return ""
+        return "", False
+    return content.removesuffix(_MAY_LEAVE), content.endswith(_MAY_LEAVE)
 
 
 def held_reason(controller: str) -> str:
@@ -115,8 +118,7 @@ class HeldRoutes:
     async def __call__(self, scope: Message, receive: Receive, send: Send) -> None:
         """Serve one request."""
         asks = asks_whether_alive(scope)
-        content = _read(self._record) if asks or _needs_engine(scope) else ""
-        controller = content.removesuffix(_MAY_LEAVE)
+        controller, _ = _read(self._record) if asks or _needs_engine(scope) else ("", False)
         if not controller:
             await self._app(scope, receive, send)
             return

@@ -876,9 +876,10 @@ class Job:
             RolloutError: the journal of rollouts cannot be written.
         """
         for handle in self._scoring.return_groups():
-            # A group of the current batch is still open.
-            task, _ = self._open.get(handle.group_id, (None, None))
-            _, task = self._trained.get(handle.group_id, ("", task))
+            if handle.group_id in self._trained:
+                _, task = self._trained[handle.group_id]
+            else:  # a group of the current batch is still open
+                task, _ = self._open.get(handle.group_id, (None, None))
             self._add_open(task, handle)
         self._trained = {}
 

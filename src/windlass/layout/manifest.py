@@ -166,6 +166,12 @@ class ShardManifest:
                 strides_bytes=tuple(int(v) for v in table.strides_bytes[row, lead:]),
             )
 
+    def rows(self) -> Iterator[tuple[str, int]]:
+        """Yield the name of the checkpoint tensor and the index of the parameter in each row of the table."""
+        table = self.table
+        for tensor, parameter in zip(table.tensor.tolist(), table.parameter.tolist(), strict=True):
+            yield self.tensors[tensor].name, parameter
+
     def encode(self) -> bytes:
         """Return the wire form (msgpack)."""
         return encode_tables(self)

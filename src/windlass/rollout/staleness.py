@@ -195,12 +195,7 @@ class StalenessPolicy:
         Raises:
             RolloutError: fewer than `num_samples` were delivered.
         """
-        if not 0 <= num_samples <= self.consumed:
-            raise RolloutError(
-                f"staleness: deliver_again needs 0 <= n <= {self.consumed}, got {num_samples}"
-            )
-        self.consumed -= num_samples
-        self.start_consumed = min(self.start_consumed, self.consumed)
+        self._take_back("deliver_again", num_samples)
 
     def give_back(self, num_samples: int) -> None:
         """Remove delivered samples from the counts, because the trainer could not use them. New samples may then start.
@@ -208,10 +203,14 @@ class StalenessPolicy:
         Raises:
             RolloutError: fewer than `num_samples` were delivered.
         """
+        self._take_back("give_back", num_samples)
+        self.accepted -= num_samples
+
+    def _take_back(self, method: str, num_samples: int) -> None:
+        """Count delivered samples as not consumed. If there are fewer, raise RolloutError with the name of the method."""
         if not 0 <= num_samples <= self.consumed:
             raise RolloutError(
-                f"give_back: num_samples must be in [0, {self.consumed}], got {num_samples}"
+                f"{method}: num_samples must be in [0, {self.consumed}], got {num_samples}"
             )
         self.consumed -= num_samples
-        self.accepted -= num_samples
         self.start_consumed = min(self.start_consumed, self.consumed)

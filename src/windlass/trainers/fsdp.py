@@ -197,8 +197,7 @@ def _harmless(tensors: Sequence[HeldTensor], manifest: ShardManifest) -> tuple[s
             spared |= {held.name, memory[at]}
     if not spared:
         return ()
-    rows = zip(manifest.table.tensor.tolist(), manifest.table.parameter.tolist(), strict=True)
-    names = {manifest.tensors[t].name for t, p in rows if manifest.parameters[p].name in spared}
+    names = {name for name, index in manifest.rows() if manifest.parameters[index].name in spared}
     return tuple(map(glob.escape, sorted(names)))
 
 

@@ -73,11 +73,10 @@ class KeptTensors:
     def _in_buffers(self) -> set[str]:
         """Return the names of the tensors that have elements in a buffer."""
         manifest = self._manifest
-        rows = zip(manifest.table.tensor.tolist(), manifest.table.parameter.tolist(), strict=True)
         return {
-            manifest.tensors[tensor].name
-            for tensor, parameter in rows
-            if manifest.parameters[parameter].name in self._buffered
+            name
+            for name, index in manifest.rows()
+            if manifest.parameters[index].name in self._buffered
         }
 
     def _digests_of(self, names: Collection[str]) -> dict[str, str]:

@@ -24,7 +24,7 @@ import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from windlass.engines.capture.memory import Holding, Kind, Watched, bytes_in, refuse
-from windlass.engines.capture.reach import BUFFERS, Join, Number, Signature
+from windlass.engines.capture.reach import BUFFERS, Number, Signature
 
 FEW = 4
 """Minimum length of a row or piece that the search looks for. A shorter row might equal a weight's row by chance."""
@@ -800,9 +800,7 @@ class _State:
 def _state(holding: Holding) -> _State:
     """Return the present state of a tensor of the model."""
     tensor, node = holding.tensor, holding.node
-    is_owned = (
-        node is not None and isinstance(node.item, torch.Tensor) and node.join is not Join.CALL
-    )
+    is_owned = node is not None and node.is_model_tensor
     return _State(
         version=None if tensor.is_inference() else tensor._version,
         address=holding.address,

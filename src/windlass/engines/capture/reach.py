@@ -204,6 +204,11 @@ class Node:
             self._path = joined(self.holder.path if self.holder else "", self.join, self.key)
         return self._path
 
+    @property
+    def is_model_tensor(self) -> bool:
+        """Whether the object is a tensor of the model, and not one that the walk got by a call and that is freed after the walk."""
+        return isinstance(self.item, torch.Tensor) and self.join is not Join.CALL
+
     def put(self, value: object) -> bool:
         """Replace this object by `value` in `holder`; return False if this is not possible."""
         holder = self.holder
@@ -320,11 +325,10 @@ class Signature:
 
     def __init__(self, found: Reach) -> None:
         self._freed: list[object] = []
-        # The walk itself creates the values of calls, and they are freed after the walk.
         self._tensors = [
             weakref.ref(node.item, self._freed.append)
             for node in found.tensors
-            if isinstance(node.item, torch.Tensor) and node.join is not Join.CALL
+            if node.is_model_tensor
         ]
         self._others: list[tuple[Any, Shape, list[int]]] = []
         self._globals = [(names, name, id(value)) for names, name, value in found.globals]

@@ -105,10 +105,7 @@ def _filled(captured: Captured, kept: Collection[str]) -> Iterator[tuple[int, in
     Leave out parameters with padding, and parameters with elements of a checkpoint tensor in `kept`.
     """
     manifest = captured.manifest
-    partial = set[int]()
-    if kept:
-        rows = zip(manifest.table.tensor.tolist(), manifest.table.parameter.tolist(), strict=True)
-        partial = {row for tensor, row in rows if manifest.tensors[tensor].name in kept}
+    partial = {index for name, index in manifest.rows() if name in kept} if kept else set()
     for index, parameter in enumerate(manifest.parameters):
         if not parameter.padding_nbytes and index not in partial:
             yield captured.addresses[index], parameter.nbytes

@@ -10,7 +10,7 @@ import logging
 from collections import OrderedDict
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Sequence
 from dataclasses import replace
-from typing import TypeVar, final
+from typing import NamedTuple, TypeVar, final
 
 import msgspec
 from aiohttp import web
@@ -112,6 +112,14 @@ class _Reward(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     metadata: object = None
 
 
+class _Ended(NamedTuple):
+    """Session that ended with a reward. A repeated request must have the same key, reward and metadata."""
+
+    key_digest: bytes
+    reward: float
+    metadata_digest: bytes
+
+
 @final
 class ChatServer:
     """OpenAI's API for the agents of one process. The server starts to listen when the first session begins.
@@ -127,8 +135,8 @@ class ChatServer:
         self._gate = AccessGate("", *((token, Access.AGENT) for token in agent_tokens))
         self._text = text
         self._sessions: dict[str, ChatSession] = {}
-        self._ended: OrderedDict[str, tuple[bytes, float, bytes]] = OrderedDict()
-        """Session id -> digest of the key, reward, and digest of the metadata, for ended sessions with a reward."""
+        self._ended: OrderedDict[str, _Ended] = OrderedDict()
+        """Session id -> ended session."""
         self._offers: dict[str, tuple[ChatSession, asyncio.Event]] = {}
         self._num_offers = asyncio.Semaphore(0)
         self._num_claims = 0
@@ -170,7 +178,7 @@ class ChatServer:
             if session.reward is not None:
                 digest = hashlib.sha256(session.api_key.encode()).digest()
                 given = _metadata_digest(session.metadata)
-                self._ended[session.session_id] = digest, session.reward, given
+                self._ended[session.session_id] = _Ended(digest, session.reward, given)
                 if len(self._ended) > MAX_ENDED:
                     self._ended.popitem(last=False)
 
@@ -289,7 +297,8 @@ class ChatServer:
     def _is_ended(self, request: web.Request) -> bool:
         """Return whether a request has the key of a session that ended with a reward."""
         key = _key_of(request)
-        digest, *_ = self._ended.get(_public_part(key), (b"",))
+        ended = self._ended.get(_public_part(key))
+        digest = ended.key_digest if ended is not None else b""
         return hmac.compare_digest(digest, hashlib.sha256(key.encode()).digest())
 
     async def _chat(self, http: web.Request) -> web.StreamResponse:
@@ -407,16 +416,14 @@ class ChatServer:
             raise session_ended()
         if self._is_ended(http):
             # The agent repeats the request, because it did not get the reply.
-            _, reward, metadata = self._ended[name]
-            if given.reward != reward:
-                text = (
-                    f"reward: must be {reward}, the reward of the ended session, got {given.reward}"
-                )
+            ended = self._ended[name]
+            if given.reward != ended.reward:
+                text = f"reward: must be {ended.reward}, the reward of the ended session, got {given.reward}"
                 raise ApiError(409, text, "reward_exists")
-            if _metadata_digest(given.metadata) != metadata:
+            if _metadata_digest(given.metadata) != ended.metadata_digest:
                 text = (
                     "reward: metadata must be that of the ended session, got other metadata with reward "
-                    f"{reward}; repeat the request without a change"
+                    f"{ended.reward}; repeat the request without a change"
                 )
                 raise ApiError(409, text, "reward_exists")
         else:
