@@ -225,6 +225,9 @@ class ShardCheckpointEngine(CheckpointEngine):  # type: ignore[misc]  # verl has
             self._shards.copy_from(weights)
             if torch.cuda.is_available():
                 torch.cuda.synchronize()
+            # Count before the connection, which may fail on some ranks only: all ranks must name the same version.
+            if not self._only_joins:
+                self._version += 1
             return await asyncio.to_thread(self._send, weights, _current_gpu())
         finally:
             if self._shares_gpus:
@@ -251,7 +254,6 @@ class ShardCheckpointEngine(CheckpointEngine):  # type: ignore[misc]  # verl has
             )
         if self._only_joins:
             return {"metrics": {}, "left_out": {}}
-        self._version += 1
         sent = self._sync.send_weights(self._version)
         metrics = {
             "windlass/update_s": sent.report.update_s,
