@@ -151,9 +151,7 @@ class Run:
                     fresh = starts.create_task(self._fresh(session, last))
                     starts.create_task(server.ready(self.options.start_s))
                 wanted = fresh.result()
-                # The copies of level 1 need the memory of a checkpoint on a tmpfs.
-                for file in last.glob("*.safetensors"):
-                    file.unlink()
+                remove_weights(last)
                 self.say("the live server is up, and has joined")
                 before = await server.held()
                 assert before.different(wanted), "the live server must begin with other weights"
@@ -362,6 +360,12 @@ async def keep(stream: asyncio.StreamReader, log: Path) -> None:
         while data := await stream.read(1 << 16):
             sink.write(data)
             sink.flush()
+
+
+def remove_weights(checkpoint: Path) -> None:
+    """Remove the weights of a checkpoint: on a tmpfs they take the memory that vLLM's copies of level 1 need."""
+    for file in checkpoint.glob("*.safetensors"):
+        file.unlink()
 
 
 async def serves(server: ProofServer) -> bool:
