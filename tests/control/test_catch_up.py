@@ -59,6 +59,25 @@ def test_a_catch_up_without_trainers_needs_a_donor_of_the_same_dtype() -> None:
     assert plan.nbytes == newcomer.manifests[0].nbytes
 
 
+def test_tied_tensor_that_the_donor_has_kept_stays_under_all_its_names() -> None:
+    def tied(name: str, own: str, other: str) -> Group:
+        builder = ManifestBuilder(f"{name}/0", Role.ENGINE)
+        for tensor in ("weight", own):
+            builder.add_parameter(tensor, nbytes=96, dtype=DType.FLOAT32)
+            builder.add_shard(tensor, SHAPE, Box((0, 0), SHAPE), tensor)
+        builder.add_alias(other, own)
+        described = builder.build()
+        hello = msgspec.structs.replace(fake_hello(described, group=name), can_send=True)
+        return Group(name, Role.ENGINE, 1, {0: Agent(hello, described)})
+
+    donor = tied("a", "embed", "head")
+    donor.agents[0].kept = frozenset({"embed"})
+    for newcomer in (tied("b", "embed", "head"), tied("c", "head", "embed")):
+        found = find_donor(newcomer, [donor], (), plan_transfer)
+        assert found is not None
+        assert {found[1].tensors[index] for index in found[1].ops.tensor} == {"weight"}
+
+
 def test_engines_that_cannot_send_or_have_other_tensors_are_no_donors() -> None:
     candidates = [
         engine("a", DType.BFLOAT16, can_send=False),

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Sequence
-from contextlib import ExitStack
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import AbstractContextManager, AsyncExitStack, ExitStack, asynccontextmanager
 from pathlib import Path
+from typing import TypeVar
 
 import pytest
 import torch
@@ -20,6 +21,7 @@ from windlass.layout.manifest import ManifestBuilder, Role, ShardManifest
 from windlass.planning.unused import find_kept
 
 TOKEN = "t" * 32
+T = TypeVar("T")
 
 
 class Text(torch.nn.Module):
@@ -163,6 +165,105 @@ async def test_a_trainer_publishes_only_the_trainable_half() -> None:
                 assert (held["down.weight"] == 1).all()
 
         await asyncio.to_thread(run)
+
+
+TOWER = ("visual.*", "projector.*")
+
+
+def distinct(held: dict[str, torch.Tensor], first: float) -> dict[str, torch.Tensor]:
+    """Give every element of an engine a value of its own, from `first` on; return copies of the tensors."""
+    for tensor in held.values():
+        tensor.copy_(torch.arange(tensor.numel()).view_as(tensor) + first)
+        first += tensor.numel()
+    return {name: tensor.clone() for name, tensor in held.items()}
+
+
+class Whole(torch.nn.Module):
+    """Trainer's model with all tensors of the engine."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: dict[str, str] = {}
+        for name, tensor in served(Text()).items():
+            own = name.replace(".", "_")
+            self.names[own] = name
+            values = torch.arange(tensor.numel()).view_as(tensor) + 100.0 * len(self.names)
+            self.register_parameter(own, torch.nn.Parameter(values))
+
+
+@asynccontextmanager
+async def entered(opened: AbstractContextManager[T]) -> AsyncIterator[T]:
+    """Enter a block whose calls wait for the controller in this loop."""
+    found = await asyncio.to_thread(opened.__enter__)
+    try:
+        yield found
+    finally:
+        await asyncio.to_thread(opened.__exit__, None, None, None)
+
+
+def trainer_of(model: torch.nn.Module, url: str, *keep: str) -> windlass.TrainerClient:
+    names = model.names.__getitem__ if isinstance(model, Whole) else None
+    return windlass.connect_trainer(model, controller=url, token=TOKEN, keep=keep, name_map=names)
+
+
+@pytest.mark.parametrize("later", ["no trainer", "keeps less", "keeps more"])
+async def test_catch_up_leaves_kept_tensors_of_the_newcomer_unchanged(later: str) -> None:
+    """The catch-up copies the donor's version, so the tensors that later trainers keep do not matter."""
+    published = Whole() if later == "keeps more" else Text()
+    async with windlass.Controller(token=TOKEN) as controller, AsyncExitStack() as stack:
+        url = controller.url
+        donor = await stack.enter_async_context(
+            entered(flat_engine(url, TOKEN, served(Text()), name="donor"))
+        )
+        distinct(donor, 1000.0)
+        first = await asyncio.to_thread(trainer_of, published, url, *TOWER)
+        async with entered(first):
+            await asyncio.to_thread(first.publish, 0, deadline_s=20)
+        if later != "no trainer":
+            other = Whole() if later == "keeps less" else Text()
+            await stack.enter_async_context(
+                entered(await asyncio.to_thread(trainer_of, other, url, *TOWER))
+            )
+        await check_newcomer(stack, controller, donor, published)
+
+
+async def test_catch_up_from_a_donor_of_an_earlier_controller_copies_no_kept_tensor(
+    tmp_path: Path,
+) -> None:
+    journal, model = tmp_path / "journal", Text()
+    async with AsyncExitStack() as stack:
+        async with windlass.Controller(token=TOKEN, journal_path=journal) as controller:
+            url = controller.url
+            donor = await stack.enter_async_context(
+                entered(flat_engine(url, TOKEN, served(model), name="donor"))
+            )
+            distinct(donor, 1000.0)
+            async with entered(await asyncio.to_thread(trainer_of, model, url, *TOWER)) as trainer:
+                await asyncio.to_thread(trainer.publish, 0, deadline_s=20)
+        port = int(url.rpartition(":")[2])
+        async with windlass.Controller(token=TOKEN, port=port, journal_path=journal) as controller:
+            await controller.wait_for_version(0, engines=["donor"], deadline_s=30)
+            await check_newcomer(stack, controller, donor, model)
+            await stack.aclose()
+
+
+async def check_newcomer(
+    stack: AsyncExitStack,
+    controller: windlass.Controller,
+    donor: dict[str, torch.Tensor],
+    published: torch.nn.Module,
+) -> None:
+    """Let an engine catch up, and another engine from it. Check that only published tensors were copied."""
+    names = published.names if isinstance(published, Whole) else {}
+    trained = {names.get(name, name) for name, _ in published.named_parameters()}
+    for number in range(2):
+        name = f"newcomer{number}"
+        block = flat_engine(controller.url, TOKEN, served(Text()), name=name)
+        newcomer = await stack.enter_async_context(entered(block))
+        await controller.wait_for_version(0, engines=[name], deadline_s=20)
+        for key, tensor in newcomer.items():
+            want = donor[key] if key in trained else torch.ones_like(tensor)
+            assert torch.equal(tensor, want), key
 
 
 @pytest.mark.parametrize("keep", ["visual.*", [3], [""]])

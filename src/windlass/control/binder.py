@@ -26,6 +26,7 @@ from windlass.control.connect_messages import (
     NotBound,
     Offered,
 )
+from windlass.control.donors import tensors_to_keep
 from windlass.control.fleet import Group, signature_of
 from windlass.control.group_messages import JoinGroups
 from windlass.control.links import Link
@@ -241,7 +242,7 @@ class FleetBinder:
             relay=self._copies.children,
             replicated=None if self._kept else self._find_replicated(unused),
             unused=unused,
-            stays=frozenset[str]().union(*stays.values()),
+            stays={engine: names for engine, names in stays.items() if names},
         )
         to_engines = {
             w: ConnectEngine(
@@ -348,7 +349,16 @@ class FleetBinder:
         }
 
     def _find_kept(self) -> dict[str, frozenset[str]]:
-        """Return engine -> tensors that the engine keeps: no trainer has them, and they match a `keep` pattern."""
+        """Return engine -> tensors that the engine keeps.
+
+        No trainer has these tensors, and they match a `keep` pattern. In a catch-up, they are the tensors that the donor
+        has kept: they are not part of its version.
+        """
+        if self._of_trainers.role is Role.ENGINE:
+            return {
+                engine: tensors_to_keep(self._of_trainers, manifests)
+                for engine, manifests in self._manifests.items()
+            }
         kept = dict.fromkeys(self._manifests, frozenset[str]())
         patterns = self._of_trainers.keep
         for engine, manifests in self._manifests.items() if patterns else ():

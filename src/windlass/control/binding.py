@@ -31,7 +31,7 @@ class Binding:
         bound_in: trainer -> epoch of the last command that bound it.
         ended: links that trainers still have but that the binding no longer contains.
         unused: trainer tensors that no engine has had since these trainers connected.
-        stays: engine tensors that no trainer has and that engines keep.
+        stays: engine -> its tensors that no source writes and that the engine keeps; only engines with such tensors.
         costs: rank -> cost of its binding, for the ranks that were asked to bind.
     """
 
@@ -45,8 +45,13 @@ class Binding:
     bound_in: Mapping[str, int] = field(default_factory=dict)
     ended: frozenset[Link] = frozenset()
     unused: frozenset[str] = frozenset()
-    stays: frozenset[str] = frozenset()
+    stays: Mapping[str, frozenset[str]] = field(default_factory=dict)
     costs: Mapping[str, BindCost] = field(default_factory=dict)
+
+    @property
+    def kept(self) -> frozenset[str]:
+        """Names of the tensors that at least one engine keeps."""
+        return frozenset[str]().union(*self.stays.values())
 
     @property
     def sent_nbytes(self) -> int:
@@ -111,6 +116,7 @@ class Binding:
             engines={name: own for name, own in self.engines.items() if name not in engines},
             links={link: n for link, n in self.links.items() if link not in ended},
             transports={link: c for link, c in self.transports.items() if link not in ended},
+            stays={name: own for name, own in self.stays.items() if name not in engines},
             ended=self.ended | ended,
         )
 
@@ -151,6 +157,6 @@ class Binding:
             bound_in={**self.bound_in, **new.bound_in},
             ended=frozenset(),
             unused=new.unused,
-            stays=self.stays | new.stays,
+            stays={**self.stays, **new.stays},
             costs=new.costs,
         )

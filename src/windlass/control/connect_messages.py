@@ -96,6 +96,8 @@ class Hello(msgspec.Struct, frozen=True, tag="hello"):
         registered: memory that an engine rank has registered.
         allow_unused: from a trainer rank, name patterns of trainer tensors that engines need not have.
         keep: from a trainer rank, name patterns of engine tensors that stay as they are if no trainer has them.
+        kept: from an engine rank, names of the tensors that stayed as they were when it got `served_version`, because no
+            trainer of that version had them.
         releases: whether a trainer rank frees memory for the engines after they have verified its bytes (`Release`).
         room: memory on which the rank takes turns.
     """
@@ -123,6 +125,7 @@ class Hello(msgspec.Struct, frozen=True, tag="hello"):
     registered: Registered = Registered()
     allow_unused: tuple[str, ...] = ()
     keep: tuple[str, ...] = ()
+    kept: tuple[str, ...] = ()
     releases: bool = False
     room: TurnRoom = TurnRoom()
 
@@ -198,7 +201,7 @@ class ConnectEngine(msgspec.Struct, frozen=True, tag="connect_engine"):
         mode: see `ControlConfig`.
         backend: see `ControlConfig`.
         relays: whether the rank must also listen for chunks that other ranks of a relay send.
-        kept: names of tensors that no trainer has; the engine verifies that they do not change.
+        kept: names of tensors that no source of this plan writes; the engine verifies that they do not change.
     """
 
     plan: bytes

@@ -64,7 +64,7 @@ class Connector:
         self.binds: tuple[str, ...] = ()
         self._costs: dict[str, BindCost] = {}
         self._carried: dict[Link, Carried] = {}
-        self._stays: frozenset[str] = frozenset()
+        self._kept: frozenset[str] = frozenset()
         self._unused: tuple[frozenset[Identity], frozenset[str] | None] = frozenset(), None
 
     async def until_enough(self) -> Binding:
@@ -216,10 +216,10 @@ class Connector:
         finally:
             self.binds = ()
             self._changes.notify()
-        if binding.stays and binding.stays != self._stays:
-            _log.warning("engines keep %s as they are", said(binding.stays))
+        if binding.kept and binding.kept != self._kept:
+            _log.warning("engines keep %s as they are", said(binding.kept))
         if sources.role is Role.TRAINER:
-            self._stays = binding.stays
+            self._kept = binding.kept
             if binding.unused and (known, unused) != (sources.identities, binding.unused):
                 _log.warning("no engine takes these trainer tensors: %s", said(binding.unused))
             self._unused = sources.identities, binding.unused

@@ -302,7 +302,7 @@ class Coordinator:
             report,
             bound=costs,
             unused=num_by_pattern(binding.unused),
-            kept=num_by_pattern(binding.stays),
+            kept=num_by_pattern(binding.kept),
         )
 
     def end_update(self, report: UpdateReport) -> None:

@@ -36,14 +36,34 @@ def find_donor(
     for donor in candidates:
         if not all(agent.hello.can_send for agent in donor.agents.values()):
             continue
+        own = tensors_to_keep(donor, newcomer.manifests)
         try:
-            plan = planner(donor.manifests, newcomer.manifests)
+            plan = planner(donor.manifests, [m.without(own) for m in newcomer.manifests])
         except PlanError:
             # This engine cannot fill a tensor of the newcomer.
             continue
         if _is_exact(plan, trainers):
             return donor, plan
     return None
+
+
+def tensors_to_keep(donor: Group, newcomer: Sequence[ShardManifest]) -> frozenset[str]:
+    """Return the tensors of a newcomer that a catch-up must not write, because the donor has kept them (`Group.kept`).
+
+    The trainers of the donor's version did not write these tensors. A transfer from these trainers would leave the
+    newcomer's own values in place, so the catch-up does the same. A tied tensor counts under all its names.
+
+    Args:
+        donor: engine that sends.
+        newcomer: manifests of the ranks that receive.
+    """
+    kept = {
+        *donor.kept,
+        *(alias for m in donor.manifests for alias, of in m.aliases.items() if of in donor.kept),
+    }
+    own = {spec.name for manifest in newcomer for spec in manifest.tensors}
+    kept |= {of for manifest in newcomer for alias, of in manifest.aliases.items() if alias in kept}
+    return frozenset(kept & own)
 
 
 def _is_exact(plan: TransferPlan, trainers: Sequence[ShardManifest]) -> bool:

@@ -141,6 +141,7 @@ class EngineAgent:
     Attributes:
         served_version: version that this rank serves; -1 for none.
         lineage: lineage of the run that `served_version` belongs to; empty for none.
+        kept_by_version: names of the tensors that stayed as they were when this rank got `served_version`.
     """
 
     def __init__(
@@ -171,6 +172,7 @@ class EngineAgent:
         self._lock = threading.Lock()
         self._mode = UpdateMode.IN_PLACE
         self.served_version, self.lineage = -1, ""
+        self.kept_by_version: frozenset[str] = frozenset()
         self._is_stamped = True
         self._mixed_weights = False
         # Whether the current round may already have changed live weights.
@@ -378,6 +380,8 @@ class EngineAgent:
         if backend.name not in self._driven:
             half = backend_of(backend).receiver(self._one_sided, self._host)
             self._driven[backend.name] = half
+        # A driven round writes all tensors.
+        self._kept.bind(())
         self._delivery = self._driven[backend.name]
         # A driven round changes no live memory before `Apply`.
         self._mode = UpdateMode.STAGED
@@ -391,6 +395,7 @@ class EngineAgent:
     def _publish(self, version: int, deadline_s: float) -> None:
         """Record that all weights of this rank are of `version`. Then resume the engine, which reports this version."""
         self.served_version, self._is_stamped = version, False
+        self.kept_by_version = self._kept.names
         self._mixed_weights = self._open_to_writes = False
         self._end_round(deadline_s)
 

@@ -57,6 +57,7 @@ class Agent:
         not_resumed: reason why the rank does not generate although the controller told it to resume; else empty.
         silent: text about a command that the rank did not answer by the deadline; empty once it has answered a probe.
         num_late: number of bind commands that the rank answered too late since a round last published in its engine.
+        kept: names of the tensors of an engine rank that are not part of its version, see `Hello.kept`.
     """
 
     hello: Hello
@@ -65,6 +66,7 @@ class Agent:
     not_resumed: str = ""
     silent: str = ""
     num_late: int = 0
+    kept: frozenset[str] = frozenset()
 
     @property
     def identity(self) -> Identity:
@@ -178,6 +180,11 @@ class Group:
     def keep(self) -> frozenset[str]:
         """Name patterns of engine tensors that stay as they are if no trainer has them, from all trainer ranks."""
         return frozenset(p for agent in self.agents.values() for p in agent.hello.keep)
+
+    @property
+    def kept(self) -> frozenset[str]:
+        """Names of the engine's tensors that are not part of its version, from all its ranks; see `Hello.kept`."""
+        return frozenset[str]().union(*(agent.kept for agent in self.agents.values()))
 
     @property
     def url(self) -> str:
@@ -426,7 +433,12 @@ class Fleet:
         )
         if not group.agents:
             group.version, group.lineage = hello.served_version, hello.lineage
-        agent = Agent(hello, manifest, not_resumed=hello.not_resumed[:MAX_REASON_LENGTH])
+        agent = Agent(
+            hello,
+            manifest,
+            not_resumed=hello.not_resumed[:MAX_REASON_LENGTH],
+            kept=frozenset(hello.kept),
+        )
         if hello.worker in self.quarantine_on_return:
             del self.quarantine_on_return[hello.worker]
             self._quarantine([agent.identity] if hello.epoch else [])
@@ -731,7 +743,8 @@ class Fleet:
     ) -> None:
         """Store the outcome of a round in the fleet.
 
-        - Engines that published get the new version, and their counts of late bindings become 0.
+        - Engines that published get the new version, with the tensors that it left unchanged. Their counts of late
+          bindings become 0.
         - Every engine gets the state that follows from its outcome. Engines with the outcome QUARANTINED are quarantined.
         - Each source that has not answered a write command gets a hold on the engines that its bytes may still reach.
 
@@ -759,6 +772,7 @@ class Fleet:
                 now = EngineStatus.WAITING
                 for agent in group.agents.values():
                     agent.num_late = 0
+                    agent.kept = binding.stays.get(name, frozenset())
             elif name in finish.mixed:
                 group.version, now = -1, EngineStatus.MIXED_WEIGHTS
             elif now is not EngineStatus.MIXED_WEIGHTS:

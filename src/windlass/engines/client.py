@@ -148,6 +148,7 @@ class EngineClient(Closing):
                     url=url,
                     served_version=agent.served_version,
                     lineage=agent.lineage,
+                    kept=tuple(sorted(agent.kept_by_version)),
                     mixed_weights=agent.mixed_weights,
                     can_send=can_send,
                     comes_to_rest=comes_to_rest,
