@@ -541,3 +541,37 @@ async def test_the_end_of_a_session_ends_its_requests_without_turns(folder: Path
         rollout = await rig.run(agent)
         assert (await asking[0])["error"]["code"] == "invalid_api_key"
     assert rollout.turns == ()
+
+
+class HoldsOne(FakeEngine):
+    """Engine that holds only its first request."""
+
+    _first: Any = None
+
+    def _held(self, request: Any) -> bool:
+        self._first = self._first or request
+        return request is self._first and super()._held(request)
+
+
+async def test_a_lost_request_of_a_session_that_ends_leaves_no_finished_choice(
+    folder: Path,
+) -> None:
+    async with AsyncExitStack() as stack:
+        engine = await stack.enter_async_context(HoldsOne("engine"))
+        rig = Rig(stack, engine.url, folder)
+
+        async def agent(context: WorkflowContext) -> None:
+            async with context.chat_endpoint() as session:
+                engine.hold(2)
+                client = rig.client(session)
+                asking = asyncio.create_task(client.chat([QUESTION], n=2, max_tokens=3))
+                async with asyncio.timeout(WITHIN_S):
+                    while not context.turns:  # noqa: ASYNC110 - a list has no event
+                        await asyncio.sleep(0.01)
+                # The lost connection cancels the request, and the end of the session cancels it again.
+                asking.cancel()
+                path = f"/sessions/{session.session_id}/reward"
+                await client.ask(path, {"reward": 1.0})
+
+        rollout = await rig.run(agent)
+    assert rollout.turns == ()

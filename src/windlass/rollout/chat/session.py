@@ -266,7 +266,7 @@ class ChatSession:
         """Refuse later requests, and cancel running requests."""
         self.is_open = False
         for job in self._jobs:
-            job.cancel()
+            _cancel(job)
 
     @contextlib.contextmanager
     def request(self) -> Iterator[None]:
@@ -322,7 +322,7 @@ class ChatSession:
                 raise session_ended()
             return job.result()
         finally:
-            job.cancel()
+            _cancel(job)
 
     async def _answer(self, call: Call, on_delta: Callable[[Delta], None] | None) -> list[Choice]:
         """Generate and record the answers, see `answer`. If an answer fails, remove the turns of all answers.
@@ -494,6 +494,12 @@ class ChatSession:
         """Return reward, metadata and branches as a msgpack-plain value, for a workflow to return."""
         branches = [{"turn": each.turn, "reason": each.reason} for each in self.branches]
         return {"reward": self.reward, "metadata": self.metadata, "branches": branches}
+
+
+def _cancel(job: asyncio.Task[list[Choice]]) -> None:
+    """Cancel the job of a request, but only once: a second cancellation would interrupt the removal of its turns."""
+    if not job.cancelling():
+        job.cancel()
 
 
 def session_ended() -> ApiError:
