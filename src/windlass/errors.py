@@ -13,6 +13,19 @@ DECODE_ERRORS = (msgspec.MsgspecError, UnicodeDecodeError, RecursionError)
 """Errors that msgspec raises for malformed bytes of a peer."""
 
 
+def text_of(error: BaseException) -> str:
+    """Return the text of an exception of a user's code, without characters that UTF-8 cannot encode.
+
+    If the exception's own `__str__` raises, name that exception instead.
+    """
+    try:
+        text = str(error)
+    # `__str__` is user code too.
+    except Exception as raised:  # noqa: BLE001
+        text = f"(no text: its __str__ raised {type(raised).__name__})"
+    return text.encode("utf-8", "replace").decode()
+
+
 class WindlassError(Exception):
     """Base class of all errors of Windlass."""
 

@@ -15,7 +15,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import BinaryIO
 
-from windlass.errors import ConfigError
+from windlass.errors import ConfigError, text_of
 
 
 @contextmanager
@@ -86,4 +86,4 @@ def raised_at(error: BaseException, file: Path) -> str:
     frames = traceback.extract_tb(error.__traceback__)
     lines = [frame.lineno for frame in frames if frame.filename == str(file)]
     where = f"line {lines[-1]}: " if lines else ""
-    return f"{where}{type(error).__name__}: {error}"
+    return f"{where}{type(error).__name__}: {text_of(error)}"

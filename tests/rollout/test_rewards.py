@@ -24,6 +24,10 @@ FUNCTION = """
 
     kept = []
 
+    class NoText(Exception):
+        def __str__(self):
+            return self.args[0]
+
     def reward(rollout):
         match rollout.metadata:
             case ["hang", file]:
@@ -50,6 +54,24 @@ FUNCTION = """
                 print("frames and output must not mix", flush=True)
             case "token":
                 return float("WINDLASS_TOKEN" in os.environ)
+            case "text":
+                raise NoText({"code": 3})
+            case "surrogate":
+                raise ValueError("\\ud800")
+            case ["fork", way]:
+                child = os.fork()
+                if not child:
+                    if way == "exit":
+                        sys.exit(5)
+                    if way == "raise":
+                        raise ValueError("the child's own error")
+                    return -1.0
+                time.sleep(0.3)
+                assert os.waitpid(child, 0)[1] >> 8 == {"exit": 5, "raise": 1, "return": 0}[way]
+            case ["program"]:
+                return subprocess.Popen(["sleep", "600"]).pid
+            case ["sleep", seconds]:
+                time.sleep(seconds)
             case ["pid", seconds]:
                 time.sleep(seconds)
                 return os.getpid()
@@ -104,12 +126,12 @@ async def test_each_fault_costs_only_the_rollout_that_it_happens_to(tmp_path: Pa
     errors = {n: str(each) for n, each in enumerate(found) if isinstance(each, RewardError)}
     assert errors == {
         1: "rollout task-1: no reward within 2 s",
-        2: "rollout task-2: the reward function raised line 14: ValueError: the answer has no number",
+        2: "rollout task-2: the reward function raised line 18: ValueError: the answer has no number",
         3: "rollout task-3: the reward function needs more memory than rewards.memory_nbytes: "
-        "line 16: MemoryError: ",
+        "line 20: MemoryError: ",
         4: "rollout task-4: the reward process ended with SIGSEGV",
         5: "rollout task-5: the reward process ended with exit status 3",
-        6: "rollout task-6: the reward function raised line 24: SystemExit: 4",
+        6: "rollout task-6: the reward function raised line 28: SystemExit: 4",
         7: "rollout task-7: the reward function raised ConfigError: reward must be finite, got nan",
         8: "rollout task-8: the reward function raised ConfigError: reward must be one number, got None",
     }
@@ -146,6 +168,39 @@ def has_ended(pid: int) -> bool:
     except (FileNotFoundError, ProcessLookupError):
         return True
     return state == "Z"
+
+
+@pytest.mark.parametrize("way", ["exit", "raise", "return"])
+async def test_forked_child_sends_no_reward_and_takes_no_rollout(way: str, tmp_path: Path) -> None:
+    config = ProcessRewards(file=write(tmp_path), num_processes=1, deadline_s=30.0)
+    slow: list[object] = [["sleep", 0.2]] * 4
+    async with RewardPool(config) as pool:
+        found = await pool.score(rollouts([["fork", way], *slow]))
+    assert found == tuple(map(expected, range(5)))
+
+
+async def test_error_without_a_valid_text_costs_only_its_rollout(tmp_path: Path) -> None:
+    config = ProcessRewards(file=write(tmp_path), num_processes=1)
+    async with RewardPool(config) as pool:
+        found = await pool.score(rollouts(["text", "surrogate", "fine"]))
+        assert pool.counts.replaced == 0
+    assert str(found[0]).endswith("NoText: (no text: its __str__ raised TypeError)")
+    assert str(found[1]).endswith("ValueError: ?")
+    assert found[2] == expected(2)
+
+
+async def test_process_that_dies_between_two_calls_costs_no_rollout(tmp_path: Path) -> None:
+    config = ProcessRewards(file=write(tmp_path), num_processes=1)
+    async with RewardPool(config) as pool:
+        (pid,) = await pool.score(rollouts([["pid", 0.0]]))
+        (program,) = await pool.score(rollouts([["program"]]))
+        assert isinstance(pid, float)
+        assert isinstance(program, float)
+        os.kill(int(pid), signal.SIGKILL)
+        # The pool ends the program at once. Later, another process group may have the number of this one.
+        await asyncio.to_thread(until, partial(has_ended, int(program)))
+        assert await pool.score(rollouts(["fine"] * 2)) == tuple(map(expected, range(2)))
+        assert (pool.counts.failed, pool.counts.replaced) == (0, 1)
 
 
 async def test_memory_that_earlier_rollouts_left_costs_no_rollout(tmp_path: Path) -> None:

@@ -344,8 +344,17 @@ def test_samples_of_a_recipe_may_be_any_sequence_of_samples() -> None:
         score(Returns([0.5]), group())
 
 
+class NoText(Exception):
+    def __str__(self) -> str:
+        return self.args[0]  # type: ignore[no-any-return]
+
+
 @pytest.mark.parametrize(
-    "raised", [SystemExit(3), KeyboardInterrupt(), StopIteration(), GeneratorExit(), KeyError("x")]
+    "raised",
+    [
+        *(SystemExit(3), KeyboardInterrupt(), StopIteration(), GeneratorExit(), KeyError("x")),
+        NoText({"code": 3}),
+    ],
 )
 async def test_every_exception_of_a_recipe_thread_is_an_error_at_once(
     raised: BaseException,

@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any, TypeVar, final
 import msgspec
 
 from windlass.controller import Controller
-from windlass.errors import ConfigError, WindlassError
+from windlass.errors import ConfigError, WindlassError, text_of
 from windlass.files import raised_at, run_file
 from windlass.jobs.config import LaunchConfig
 from windlass.jobs.schedulers.base import Scheduler
@@ -425,13 +425,13 @@ def recipe_error(what: str, error: BaseException) -> WindlassError:
     if num_alike := tracebacks.count_error(error):
         more = f" ({num_alike} calls raised in this way)" if num_alike > 1 else ""
         _log.error("recipe: %s raised%s", what, more, exc_info=error)
-    remedy = ""
-    if isinstance(error, ValueError) and "signal only works in main thread" in str(error):
+    text, remedy = text_of(error), ""
+    if isinstance(error, ValueError) and "signal only works in main thread" in text:
         remedy = (
             "; the recipe is called in a thread, where signal.alarm cannot be used: give math_verify "
             "parsing_timeout=None and timeout_seconds=None, or use a process"
         )
-    return WindlassError(f"recipe: {what} raised {type(error).__name__}: {error}{remedy}")
+    return WindlassError(f"recipe: {what} raised {type(error).__name__}: {text}{remedy}")
 
 
 @contextmanager

@@ -97,13 +97,23 @@ def import_function(file: Path, name: str) -> Callable[[Rollout], object]:
 
 
 def _score(function: Callable[[Rollout], object], rollout: Rollout, file: Path) -> Scored | Raised:
-    """Call the function for one rollout. Every exception becomes a `Raised`."""
+    """Call the function for one rollout. Every exception becomes a `Raised`.
+
+    If the function forks, it also returns or raises in the child process. The child then ends as any Python program ends.
+    Otherwise it would send a second answer, which the pool would take for the reward of the next rollout.
+    """
+    process_id = os.getpid()
     try:
-        return Scored(plain_number("reward", function(rollout)))
-    except MemoryError as error:
-        return Raised("MemoryError", raised_at(error, file)[:MAX_TEXT], is_memory=True)
-    except BaseException as error:  # noqa: BLE001 - the boundary of user code
-        return Raised(type(error).__name__, raised_at(error, file)[:MAX_TEXT])
+        value = function(rollout)
+        if os.getpid() != process_id:
+            sys.exit()
+        return Scored(plain_number("reward", value))
+    except BaseException as error:
+        if os.getpid() != process_id:
+            raise
+        is_memory = isinstance(error, MemoryError)
+        kind = "MemoryError" if is_memory else type(error).__name__
+        return Raised(kind, raised_at(error, file)[:MAX_TEXT], is_memory)
 
 
 def _end_with_parent() -> None:
@@ -140,6 +150,8 @@ def main(arguments: list[str]) -> int:
     connection, file = socket.socket(fileno=int(number)), Path(path)
     # If the function starts a program, the program must not keep the socket open.
     connection.set_inheritable(False)
+    # If the function forks, the child must not use the socket, whatever it does.
+    os.register_at_fork(after_in_child=connection.close)
     try:
         function = import_function(file, name)
     except ConfigError as error:

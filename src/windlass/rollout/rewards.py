@@ -134,7 +134,8 @@ class ProcessRewards(msgspec.Struct, frozen=True, kw_only=True, tag="processes",
 class RewardProcess:
     """Handle of the pool for one worker process that runs the reward function.
 
-    The process has its own process group, so that the pool also ends programs that the function has started.
+    The process has its own process group, so that the pool also ends programs that the function has started. When the
+    process has ended, the handle kills this group immediately. Later, another process group may have the same number.
     """
 
     def __init__(
@@ -144,7 +145,19 @@ class RewardProcess:
         writer: asyncio.StreamWriter,
     ) -> None:
         self._process, self._reader, self._writer = process, reader, writer
+        self._ended = asyncio.create_task(self._until_end(), name="life of a reward process")
         self.num_scored = 0
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether the process has ended."""
+        return self._process.returncode is not None
+
+    async def _until_end(self) -> int:
+        """Wait until the process has ended, kill the programs that it started, and return its exit status."""
+        status = await self._process.wait()
+        self._kill_group()
+        return status
 
     @classmethod
     async def start(cls, config: ProcessRewards) -> RewardProcess:
@@ -223,8 +236,7 @@ class RewardProcess:
             RewardError: the process ended, or sent no valid frame within `deadline_s`.
         """
         # Also wait until the process ends: the function may have started a program that keeps the socket open longer.
-        ended = asyncio.create_task(self._process.wait())
-        frame = asyncio.create_task(self._frame())
+        ended, frame = self._ended, asyncio.create_task(self._frame())
         try:
             await asyncio.wait(
                 (frame, ended), timeout=deadline_s, return_when=asyncio.FIRST_COMPLETED
@@ -249,9 +261,8 @@ class RewardProcess:
                 )
             raise RewardError(f"{what}: {late} within {deadline_s:g} s", "deadline")
         finally:
-            for task in (frame, ended):
-                task.cancel()
-            await asyncio.gather(frame, ended, return_exceptions=True)
+            frame.cancel()
+            await asyncio.gather(frame, return_exceptions=True)
 
     async def _frame(self) -> Ready | Scored | Raised:
         """Finish sending to the process, then wait for its next message and return it.
@@ -272,6 +283,11 @@ class RewardProcess:
     def kill(self) -> None:
         """Kill the process and the programs that it started. Idempotent."""
         self._writer.close()
+        if not self.has_ended:
+            self._kill_group()
+
+    def _kill_group(self) -> None:
+        """Kill all processes of the process group."""
         # The process group may have ended already.
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(self._process.pid, signal.SIGKILL)
@@ -279,9 +295,7 @@ class RewardProcess:
     async def end(self) -> None:
         """Kill the process and the programs that it started. Wait at most `KILLED_S` until the process has ended."""
         self.kill()
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(KILLED_S):
-                await self._process.wait()
+        await asyncio.wait((self._ended,), timeout=KILLED_S)
 
 
 def _check_ready(frame: Ready | Scored | Raised) -> None:
@@ -411,7 +425,7 @@ class RewardPool:
         while True:
             if self._closed:
                 raise ConfigError("rewards: score: the pool is closed")
-            process = self._idle.pop() if self._idle else await self._start()
+            process = self._take_idle() or await self._start()
             is_new, is_usable = not process.num_scored, False
             self._busy.add(process)
             try:
@@ -432,6 +446,16 @@ class RewardPool:
                 elif not self._closed:
                     self.counts.replaced += 1
                     self._end(process)
+
+    def _take_idle(self) -> RewardProcess | None:
+        """Remove and return an idle process; None if no idle process lives. Drop idle processes that have ended."""
+        while self._idle:
+            process = self._idle.pop()
+            if not process.has_ended:
+                return process
+            self.counts.replaced += 1
+            self._end(process)
+        return None
 
     def _end(self, process: RewardProcess) -> None:
         """Kill a process at once. Wait in the background until it has ended."""
