@@ -145,6 +145,20 @@ async def test_an_ended_session_refuses_other_metadata_with_its_reward(rig: Rig)
     assert await client.ask(path, turned) == {"id": session.session_id, "reward": 1.0}
 
 
+async def test_metadata_that_no_rollout_can_return_is_refused_with_its_reward(rig: Rig) -> None:
+    (session,) = await rig.sessions(1)
+    client, path = rig.client(session), f"/sessions/{session.session_id}/reward"
+    deep: list[object] = []
+    for _ in range(400):
+        deep = [deep]
+    for metadata in ({"sum": 1 << 64}, [0] * (1 << 17), {"tree": [deep] * 400}):
+        refused = await client.ask(path, {"reward": 1.0, "metadata": metadata}, 400)
+        assert refused["error"]["message"].startswith("reward: metadata"), metadata
+        assert session.reward is None
+    await client.chat([QUESTION])
+    await client.ask(path, {"reward": 1.0, "metadata": {"sum": str(1 << 64)}})
+
+
 async def test_large_bodies_and_deep_or_odd_json_are_refused(rig: Rig) -> None:
     (session,) = await rig.sessions(1)
     client = rig.client(session)

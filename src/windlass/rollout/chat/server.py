@@ -46,6 +46,7 @@ from windlass.rollout.chat.session import (
 )
 from windlass.rollout.chat.tool_calls import parser_of
 from windlass.rollout.text import TextCodec
+from windlass.rollout.values import encode_value
 
 logger = logging.getLogger(__name__)
 BODY_DEADLINE_S = 30.0
@@ -408,7 +409,7 @@ class ChatServer:
         Raises:
             ApiError: the key is not the key of the session in the path, or an ended session has another reward or other
                 metadata.
-            ConfigError: an open session has another reward or other metadata.
+            ConfigError: an open session has another reward or other metadata, or msgpack cannot encode the metadata.
         """
         given = msgspec.json.decode(await _body_of(http), type=_Reward)
         name = http.match_info["id"]
@@ -427,7 +428,11 @@ class ChatServer:
                 )
                 raise ApiError(409, text, "reward_exists")
         else:
-            self._session_of(http).set_reward(given.reward, given.metadata)
+            session = self._session_of(http)
+            # Refuse the metadata now: the agent cannot correct it after the session has ended.
+            value = {**session.result(), "reward": given.reward, "metadata": given.metadata}
+            encode_value("reward: metadata", value)
+            session.set_reward(given.reward, given.metadata)
         return _json({"id": name, "reward": given.reward})
 
     async def _claim(self, http: web.Request) -> web.StreamResponse:
