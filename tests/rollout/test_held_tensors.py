@@ -21,7 +21,7 @@ import pytest
 from kept_port import free_port
 from tensor_worker import elements
 
-from windlass.errors import ConfigError, TransferOutcomeUnknown
+from windlass.errors import ConfigError, PeerTimeout
 from windlass.layout.dtypes import DType
 from windlass.net.clock import Backoff
 from windlass.net.server import ControlServer
@@ -35,6 +35,7 @@ from windlass.rollout import (
     SamplingParams,
     StalenessPolicy,
     StaticEngines,
+    TrainingBatch,
     TrainingSample,
     mount_rollout_routes,
     training_samples,
@@ -390,10 +391,10 @@ async def test_the_queue_holds_tensors_of_a_recipe(rig: Rig) -> None:
     assert rig.batches.store.nbytes == 0
 
 
-async def test_failed_writes_are_repeated_in_bounded_memory(
+async def test_failed_writes_are_repeated_in_the_same_memory(
     rig: Rig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Memory is used again after a write that has ended. If bytes may still arrive, a rank tries only a few times."""
+    """A rank repeats failed writes until its deadline, also if bytes of the earlier writes may still arrive."""
     monkeypatch.setattr("windlass.rollout.batches.BACKOFF", Backoff(0.01, 0.01))
     held = HeldTensor("worker-0", "one", "key", "0" * 32)
     tensor = SampleTensor(dtype=DType.UINT8, shape=(9,), per_token=False, held=held)
@@ -406,13 +407,130 @@ async def test_failed_writes_are_repeated_in_bounded_memory(
 
     rig.batches.write_with(fails)
     await rig.batches.put(0, [[msgspec.structs.replace(recipe_sample(0), tensors={"t": tensor})]])
-    failing = pytest.raises(TransferOutcomeUnknown, match="tensors of step 0: no route")
+    failing = pytest.raises(
+        PeerTimeout, match=r"got no batch of step 0 .* \(tensors of step 0: no route\)"
+    )
     with BatchClient(rig.url, TOKEN) as client, failing:
+        await asyncio.to_thread(client.next_batch, 0, 0, 1, deadline_s=2.0)
+    assert len(addresses) > num_ended + MAX_WRITES
+    assert len({*addresses}) == 1
+
+
+async def test_late_memory_stays_bounded_while_shards_grow(rig: Rig, slow: SlowHolder) -> None:
+    """The first write of each step may still arrive. Each shard is larger than all earlier ones, until they shrink."""
+    sizes = [NUMEL // 32 * (step + 1) for step in range(12)]
+    sizes += reversed(sizes)
+    slow.num_slow = 0
+    regions, seen = dict[int, int](), set[tuple[str, ...]]()
+
+    async def write(held: HeldTensor, command: WriteTensors) -> TensorsWritten:
+        (region,) = [each for each in command.to.regions if each.endpoint.transport == "cma"]
+        regions[region.address] = region.nbytes
+        done = await slow.write(held, command)
+        if command.keys in seen:
+            return done
+        seen.add(command.keys)
+        return TensorsWritten(error="no answer")
+
+    rig.batches.write_with(write)
+    with BatchClient(rig.url, TOKEN) as client:
+        for step, numel in enumerate(sizes):
+            await rig.batches.put(step, [[await slow.sample(step, numel)]])
+            batch = await asyncio.to_thread(client.next_batch, step, 0, 1, deadline_s=WITHIN_S)
+            assert np.array_equal(features_of(batch), elements(step, numel))
+            # The tensor stays valid beside the next one, and torch may write to it.
+            assert not memoryview(batch.samples[0].tensors["features"].data).readonly
+    assert len(seen) == len(sizes)
+    assert len(regions) == 5
+    assert sum(regions.values()) < 4 * 8 * max(sizes)
+
+
+class SlowHolder:
+    """Holder in this process. It carries out the writes of a rank for real, and the chosen ones late.
+
+    Attributes:
+        addresses: address of the rank's memory for each write, in the order of the requests.
+        num_slow: number of writes that wait for `release` before their first byte. The others are carried out at once.
+        release: event that starts the slow writes.
+    """
+
+    def __init__(self, store: TensorStore) -> None:
+        self.store, self.addresses, self.num_slow = store, list[int](), 1
+        self.release = asyncio.Event()
+        self.late: list[asyncio.Task[TensorsWritten]] = []
+
+    async def sample(self, number: int, numel: int = NUMEL) -> TrainingSample:
+        tensors = {"features": SampleTensor.of(elements(number, numel), per_token=False)}
+        return msgspec.structs.replace(
+            recipe_sample(number), tensors=await self.store.hold(tensors, 0)
+        )
+
+    async def write(self, _held: HeldTensor, command: WriteTensors) -> TensorsWritten:
+        self.addresses.append(command.to.regions[0].address)
+        if len(self.addresses) <= self.num_slow:
+            self.late.append(asyncio.create_task(self._write_late(command)))
+            return await asyncio.shield(self.late[-1])
+        return await asyncio.to_thread(self.store.write, command)
+
+    async def _write_late(self, command: WriteTensors) -> TensorsWritten:
+        await self.release.wait()
+        return await asyncio.to_thread(self.store.write, command)
+
+    async def write_late(self) -> None:
+        """Carry out the slow writes now, and wait for their end."""
+        self.release.set()
+        async with asyncio.timeout(WITHIN_S):
+            assert set(await asyncio.gather(*self.late)) == {TensorsWritten()}
+
+
+@pytest.fixture
+async def slow(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[SlowHolder]:
+    """Holder whose first write is slower than the rank waits for it."""
+    monkeypatch.setattr("windlass.rollout.batches.BACKOFF", Backoff(0.01, 0.01))
+    monkeypatch.setattr("windlass.rollout.batches.WRITE_S", 0.3)
+    monkeypatch.setattr("windlass.rollout.batches.ANSWER_MARGIN_S", 0.1)
+    with TensorStore("worker-0", "one", transport="cma") as store:
+        holder = SlowHolder(store)
+        rig.batches.write_with(holder.write)
+        yield holder
+        holder.release.set()
+
+
+def features_of(batch: TrainingBatch) -> Any:
+    return batch.samples[0].tensors["features"].to_numpy()
+
+
+async def test_a_late_write_does_not_reach_a_later_batch(rig: Rig, slow: SlowHolder) -> None:
+    """The first write of step 0 arrives after step 0 was repeated, used and dropped, and step 1 was delivered."""
+    for step in range(2):
+        await rig.batches.put(step, [[await slow.sample(step)]])
+    with BatchClient(rig.url, TOKEN) as client:
+        first = await asyncio.to_thread(client.next_batch, 0, 0, 1, deadline_s=WITHIN_S)
+        assert np.array_equal(features_of(first), elements(0, NUMEL))
+        del first
+        batch = await asyncio.to_thread(client.next_batch, 1, 0, 1, deadline_s=WITHIN_S)
+        assert np.array_equal(features_of(batch), elements(1, NUMEL))
+        assert len(slow.addresses) >= 3
+        await slow.write_late()
+        assert np.array_equal(features_of(batch), elements(1, NUMEL))
+
+
+async def test_a_late_write_during_a_later_fetch_is_noticed(rig: Rig, slow: SlowHolder) -> None:
+    """The first write of step 0 arrives between the write of step 1 and its answer: step 1 is fetched again."""
+    for step in range(2):
+        await rig.batches.put(step, [[await slow.sample(step)]])
+    with BatchClient(rig.url, TOKEN) as client:
         await asyncio.to_thread(client.next_batch, 0, 0, 1, deadline_s=WITHIN_S)
-    assert len(addresses) == num_ended + MAX_WRITES
-    # The first write of unknown outcome used the memory of the writes before it.
-    assert len({*addresses[: num_ended + 1]}) == 1
-    assert len({*addresses[num_ended:]}) == MAX_WRITES
+
+        async def arrives(held: HeldTensor, command: WriteTensors) -> TensorsWritten:
+            done = await slow.write(held, command)
+            await slow.write_late()
+            return done
+
+        rig.batches.write_with(arrives)
+        batch = await asyncio.to_thread(client.next_batch, 1, 0, 1, deadline_s=WITHIN_S)
+        assert np.array_equal(features_of(batch), elements(1, NUMEL))
+    assert await rig.batches.settled(1, deadline_s=1) == ()
 
 
 async def test_a_write_without_a_common_transport_has_ended() -> None:

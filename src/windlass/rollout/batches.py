@@ -88,8 +88,7 @@ ASK_EVERY_S = 20.0
 ANSWER_MARGIN_S = 2.0
 """Seconds that a rank waits for an answer beyond the wait that it requested."""
 MAX_WRITES = 5
-"""Largest number of failed writes of a rank's tensors in one call. `BatchClient.next_batch` counts only writes whose bytes
-may still arrive, because a rank never uses the memory of such a write again."""
+"""Largest number of failed writes in one call of `BatchClient.fetch`. Writes whose bytes may still arrive do not count."""
 BACKOFF = Backoff(0.05, 1.0)
 """Pauses between the requests of a rank to which the controller gave no usable answer."""
 
@@ -628,8 +627,7 @@ class BatchClient(Closing):
             AuthenticationError: wrong token.
             StaleMessage: the controller has dropped the batch of this step.
             PeerTimeout: the controller had no batch of this step, or did not answer, within `deadline_s`.
-            TransferOutcomeUnknown: `MAX_WRITES` writes have failed, and their bytes may still arrive. Each of these writes
-                occupies as much memory as the shard's tensors until this process ends.
+            TransportUnavailable: the transport cannot be started.
         """
         if step < 0:
             raise ConfigError(f"next_batch: step must be >= 0, got {step}")
@@ -641,7 +639,7 @@ class BatchClient(Closing):
             raise ConfigError(f"next_batch: deadline_s must be > 0, got {deadline_s}")
         what = f"BatchClient: got no batch of step {step} from {self._url} within {deadline_s} s"
         deadline = Deadline.after(deadline_s, what)
-        pauses, last, num_unknown = BACKOFF.pauses(), "tensors of the step were lost", 0
+        pauses, last = BACKOFF.pauses(), "tensors of the step were lost"
         while deadline.remaining_s:
 
             def path(wait_s: float) -> str:
@@ -655,9 +653,6 @@ class BatchClient(Closing):
                 found = self._with_tensors(batch, rank, world_size, deadline)
             except TransferError as error:
                 last = str(error)
-                num_unknown += isinstance(error, TransferOutcomeUnknown)
-                if num_unknown == MAX_WRITES:
-                    raise
                 _log.warning("%s; trying again", error)
                 time.sleep(min(next(pauses), deadline.remaining_s))
                 continue
@@ -699,20 +694,25 @@ class BatchClient(Closing):
 
         Raises:
             AuthenticationError: wrong token.
-            PeerTimeout: the controller did not answer within `deadline_s`.
+            PeerTimeout: the tensors did not arrive within `deadline_s`.
             TransferError: `MAX_WRITES` writes have failed.
         """
         what = (
             f"BatchClient: got no tensors of step {batch.step} from {self._url} in {deadline_s:g} s"
         )
         deadline, pauses = Deadline.after(deadline_s, what), BACKOFF.pauses()
-        for _ in range(MAX_WRITES - 1):
+        num_failed, last = 0, "no answer"
+        while deadline.remaining_s:
             try:
                 return self._fetched(batch, rank, world_size, deadline)
             except TransferError as error:
+                last = str(error)
+                num_failed += not isinstance(error, TransferOutcomeUnknown)
+                if num_failed == MAX_WRITES:
+                    raise
                 _log.warning("%s; trying again", error)
                 time.sleep(min(next(pauses), deadline.remaining_s))
-        return self._fetched(batch, rank, world_size, deadline)
+        raise PeerTimeout(f"{what} ({last})")
 
     def _fetched(
         self, batch: TrainingBatch, rank: int, world_size: int, deadline: Deadline
@@ -720,12 +720,18 @@ class BatchClient(Closing):
         """Return the batch with its elements, and the keys of lost tensors; see `RankTensors.fetch`."""
 
         def ask(keys: tuple[str, ...], offsets: tuple[int, ...], to: Destination) -> TensorsWritten:
-            fetch = Fetch(batch.step, rank, world_size, keys, offsets, to, deadline.remaining_s)
-            body = encode(fetch)
-            path = "/v1/batches/tensors"
-            return WRITTEN.decode(
-                self._ask("POST", lambda _: path, lambda _: body, deadline, WRITE_S)
-            )
+            # Send each request once: a repeated request needs memory that no earlier write can change.
+            wait_s = min(max(deadline.remaining_s, 0.001), WRITE_S)
+            body = encode(Fetch(batch.step, rank, world_size, keys, offsets, to, wait_s))
+            try:
+                reply = self._controller.ask(
+                    "POST", "/v1/batches/tensors", body, deadline_s=wait_s + ANSWER_MARGIN_S
+                )
+            except (PeerTimeout, PeerUnreachable) as error:
+                return TensorsWritten(error=str(error))
+            if reply.status != 200:
+                raise _refusal(reply)
+            return WRITTEN.decode(reply.body)
 
         return self._tensors.fetch(batch, ask)
 
@@ -735,7 +741,6 @@ class BatchClient(Closing):
         path: Callable[[float], str],
         body: Callable[[float], bytes | None],
         deadline: Deadline,
-        every_s: float | None = None,
     ) -> bytes:
         """Send a request until the controller answers it, and return the answer.
 
@@ -744,8 +749,6 @@ class BatchClient(Closing):
             path: function that returns the path. Its argument is the number of seconds that the controller may wait.
             body: function that returns the content. Its argument is the same number.
             deadline: deadline of the call. The error's text begins with the deadline's `purpose`.
-            every_s: seconds that the controller may wait at most; then the client repeats the request. None for
-                `ASK_EVERY_S`.
 
         Raises:
             AuthenticationError, ConfigError, ProtocolError, StaleMessage: see `next_batch`.
@@ -753,7 +756,7 @@ class BatchClient(Closing):
         """
         pauses, last = BACKOFF.pauses(), "no answer"
         while left := deadline.remaining_s:
-            wait_s = min(left, ASK_EVERY_S if every_s is None else every_s)
+            wait_s = min(left, ASK_EVERY_S)
             try:
                 reply = self._controller.ask(
                     method, path(wait_s), body(wait_s), deadline_s=wait_s + ANSWER_MARGIN_S

@@ -2,6 +2,11 @@
 
 Ranks train on a batch together. So every rank confirms that it has all tensors of its shard, and the controller answers when
 all ranks have confirmed. If a tensor is lost, no rank gets the batch, and all wait until the batch is put again.
+
+A rank may lose the answer to its request, or a write may miss its deadline. Bytes of that write may then arrive at any later
+time, so the memory is late (`RankTensors`): the rank uses it only to receive. It copies the elements out of late memory, and
+checks the digests of the copies. No holder can write the copies, so the elements of a batch never change. A rank never
+frees late memory, and it receives all later batches that fit into it there, so its memory stays bounded.
 """
 
 from __future__ import annotations
@@ -34,7 +39,7 @@ from windlass.rollout.held import (
     held_of,
 )
 from windlass.rollout.messages import LOCAL_WORKER, TrainingBatch, TrainingSample
-from windlass.rollout.tensors import HeldTensor, SampleTensor
+from windlass.rollout.tensors import HeldTensor, SampleTensor, copy_of
 from windlass.transfer.arena import Arena, aligned_offsets, keep_mapped
 from windlass.transports.base import OneSidedTransport
 from windlass.transports.registry import parse_transport
@@ -195,6 +200,10 @@ class RankTensors(Closing):
 
     The memory of a batch is used again once no tensor of the batch is in use.
 
+    Memory is late if bytes of an earlier write may still arrive in it. Late memory stays allocated until this process ends.
+    If a shard fits into late memory, its tensors arrive there, and are copied. Otherwise the new memory has at least twice
+    the size of the largest late memory. So all late memory together has less than four times the size of the largest shard.
+
     Args:
         towards: URL of the controller; see `TransportConfig.create`.
         transport: name or JSON of the transport. It starts with the first tensor.
@@ -203,8 +212,11 @@ class RankTensors(Closing):
     def __init__(self, towards: str, transport: str) -> None:
         self._config, self._towards = parse_transport(transport), towards
         self._transport: OneSidedTransport | None = None
-        # Memory, and a function that returns None if no tensor in the memory is in use.
+        # Memory that is not late, and a function that returns None if no tensor in the memory is in use.
         self._arenas: list[tuple[Arena, Callable[[], object]]] = []
+        self._late: list[Arena] = []
+        # Keys of the tensors that arrived in late memory with wrong digests at the last call of `fetch`.
+        self._changed: frozenset[str] = frozenset()
 
     def fetch(
         self,
@@ -213,7 +225,8 @@ class RankTensors(Closing):
     ) -> tuple[TrainingBatch, tuple[str, ...]]:
         """Return the batch with the elements of all its tensors, and the keys of lost tensors.
 
-        A tensor also counts as lost if the elements that arrived do not match its digest.
+        A tensor also counts as lost if the elements that arrived do not match its digest. In late memory, it counts as lost
+        only at the second call in a row, because a late write may have changed the elements at the first call.
 
         Args:
             batch: shard of this rank.
@@ -221,10 +234,9 @@ class RankTensors(Closing):
                 offsets in the memory, and the memory as a destination.
 
         Raises:
-            TransferFailed: a write failed, and none of its bytes can arrive later. The next call may use the memory for
-                this batch again.
-            TransferOutcomeUnknown: a write failed, and its bytes may still arrive. The memory for this batch stays
-                allocated until this process ends, and no later call uses it.
+            TransferFailed: a write failed, and none of its bytes can arrive later; or a late write may have changed the
+                elements.
+            TransferOutcomeUnknown: a write failed, and its bytes may still arrive. The memory of this call is late now.
             TransportUnavailable: the transport cannot be started, or there is too little memory.
         """
         found = [
@@ -242,29 +254,39 @@ class RankTensors(Closing):
         try:
             answer = ask(keys, offsets, destination_of(transport, arena.region))
         except BaseException:
-            # Never use this memory again: holders may still write.
-            keep_mapped(arena)
+            self._note_late(arena)
             raise
         failure = f"tensors of step {batch.step}: {answer.error}"
         if answer.error and not answer.has_ended:
-            keep_mapped(arena)
+            self._note_late(arena)
             raise TransferOutcomeUnknown(failure)
+        is_late = arena in self._late
+        # All writes of this call have ended.
+        owner: Any = None if answer.error or answer.missing else arena.bytes[:]
+        if not is_late:
+            self._arenas.append((arena, _nothing if owner is None else weakref.ref(owner)))
         if answer.error:
-            self._arenas.append((arena, _nothing))
             raise TransferFailed(failure)
         if answer.missing:
-            # All writes have ended, so a later batch may use this memory.
-            self._arenas.append((arena, _nothing))
             return batch, answer.missing
-        owner: Any = arena.bytes[:]
-        self._arenas.append((arena, weakref.ref(owner)))
         whole = memoryview(owner)
         views = {
-            held.key: whole[at : at + size] for (held, size), at in zip(found, offsets, strict=True)
+            held.key: copy_of(owner[at : at + size]) if is_late else whole[at : at + size]
+            for (held, size), at in zip(found, offsets, strict=True)
         }
-        wrong = tuple(held.key for held, _ in found if not _has_digest(held, views[held.key]))
+        wrong = [held for held, _ in found if digest_of(views[held.key]) != held.digest]
+        changed, self._changed = self._changed, frozenset(held.key for held in wrong if is_late)
+        if self._changed - changed:
+            raise TransferFailed(
+                f"tensors of step {batch.step}: a late write may have changed {counted(len(wrong), 'tensor')}"
+            )
+        for held in wrong:
+            _log.error(
+                "the %d bytes of a tensor from %s must have digest %s, got %s; the sample is lost",
+                *(views[held.key].nbytes, held.holder, held.digest, digest_of(views[held.key])),
+            )
         if wrong:
-            return batch, wrong
+            return batch, tuple(held.key for held in wrong)
         samples = [_with_elements(sample, views) for sample in batch.samples]
         return msgspec.structs.replace(batch, samples=tuple(samples)), ()
 
@@ -274,28 +296,47 @@ class RankTensors(Closing):
             self._transport = self._config.create(towards=self._towards)
         return self._transport
 
-    def _arena(self, transport: OneSidedTransport, nbytes: int) -> Arena:
-        """Return memory of at least `nbytes` bytes: an unused arena from `_arenas`, or a new arena.
+    def _note_late(self, arena: Arena) -> None:
+        """Record that bytes may still arrive in the memory."""
+        if arena not in self._late:
+            self._late.append(arena)
+            _log.warning(
+                "late writes may still arrive in %d bytes of memory, which stays allocated until this process ends; tensors of "
+                "later batches that fit into it are copied",
+                arena.nbytes,
+            )
 
-        Free all other unused arenas, except `KEPT_ARENAS` - 1 arenas of at least `nbytes` bytes.
+    def _arena(self, transport: OneSidedTransport, nbytes: int) -> Arena:
+        """Return memory of at least `nbytes` bytes: late memory, an unused arena from `_arenas`, or a new arena.
+
+        Free all other unused arenas. If the returned memory is not late, keep `KEPT_ARENAS` - 1 large enough arenas of them.
         """
         free = [arena for arena, owner in self._arenas if owner() is None]
         self._arenas = [each for each in self._arenas if each[1]() is not None]
-        free.sort(key=lambda arena: arena.nbytes)
-        chosen = next((arena for arena in free if arena.nbytes >= nbytes), None)
-        kept = [arena for arena in free if arena is not chosen and arena.nbytes >= nbytes]
-        kept = kept[: KEPT_ARENAS - 1]
+        late = next((arena for arena in self._late if arena.nbytes >= nbytes), None)
+        least = max(nbytes, 1, *(2 * arena.nbytes for arena in self._late))
+        fitting = sorted(
+            (arena for arena in free if late is None and arena.nbytes >= least),
+            key=lambda arena: arena.nbytes,
+        )
+        chosen, kept = fitting[:1], fitting[1:KEPT_ARENAS]
         for arena in free:
-            if arena is not chosen and arena not in kept:
+            if arena not in (*chosen, *kept):
                 arena.close()
         self._arenas += [(arena, _nothing) for arena in kept]
-        return Arena(transport, max(nbytes, 1)) if chosen is None else chosen
+        if late is not None:
+            return late
+        return chosen[0] if chosen else Arena(transport, least)
 
     def close(self) -> None:
         """Free the memory of batches that are not in use, and close the transport. Idempotent.
 
-        Tensors that are in use stay valid. If the transport allocated their memory, the transport stays open.
+        Tensors that are in use stay valid. If the transport allocated their memory, the transport stays open. Late memory
+        stays allocated.
         """
+        for arena in self._late:
+            keep_mapped(arena)
+        self._late = []
         used = [arena for arena, owner in self._arenas if owner() is not None]
         for arena, owner in self._arenas:
             if owner() is None:
@@ -310,17 +351,6 @@ class RankTensors(Closing):
         for arena in used:
             arena.close()
         transport.close()
-
-
-def _has_digest(held: HeldTensor, elements: memoryview) -> bool:
-    """Return whether elements have the digest of a held tensor; log an error if not."""
-    digest = digest_of(elements)
-    if digest != held.digest:
-        _log.error(
-            "the %d bytes of a tensor from %s must have digest %s, got %s; the sample is lost",
-            *(elements.nbytes, held.holder, held.digest, digest),
-        )
-    return digest == held.digest
 
 
 def _nothing() -> None:

@@ -180,18 +180,23 @@ class SampleTensor(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
 
 
 def _copied(array: Any) -> Any:
-    """Return a copy of an array's elements in C order, as bytes or a memoryview that cannot be changed.
+    """Return a copy of an array's elements in C order, as bytes or a memoryview that cannot be changed; see `copy_of`."""
+    return array.tobytes() if array.nbytes < MAPPED_NBYTES else copy_of(array).toreadonly()
+
+
+def copy_of(array: Any) -> memoryview:
+    """Return a copy of an array's elements in C order.
 
     A large copy has its own memory mapping. After this copy is freed, later copies use its mapping.
     """
     if array.nbytes < MAPPED_NBYTES:
-        return array.tobytes()
+        return memoryview(bytearray(array.tobytes()))
     mapping = _mapping(array.nbytes)
     # All views of the copy refer to this array, so the copy is unused when this array is freed.
     owner: Any = np.frombuffer(mapping, np.uint8, array.nbytes)
     weakref.finalize(owner, _keep_unused, mapping).atexit = False
     np.copyto(owner.view(array.dtype).reshape(array.shape), array)
-    return memoryview(owner).toreadonly()
+    return memoryview(owner)
 
 
 _unused: deque[mmap.mmap] = deque(maxlen=KEPT_MAPPINGS)
