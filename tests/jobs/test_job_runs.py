@@ -435,6 +435,27 @@ def test_a_job_evaluates_versions_that_its_engines_serve(tmp_path: Path) -> None
     assert "evaluation of version 2: reward 4, answers 1, of 2\n" in printed
 
 
+def test_the_time_of_an_evaluation_is_not_time_without_room_for_tasks(tmp_path: Path) -> None:
+    """Tasks wait for room during an evaluation and a hook. Both take longer than the tasks may wait for room."""
+    recipe = (
+        EVALUATING.replace("return [Task(", "time.sleep(9); return [Task(")
+        + """
+        async def after_step(self, step, result):
+            if step == 0:
+                await asyncio.sleep(9)
+
+    import asyncio, time
+    import windlass.jobs.launch
+    windlass.jobs.launch.room_deadline_s = lambda config: 8.0
+"""
+    )
+    job = write_job(tmp_path, recipe, top="steps = 6", rollout="max_staleness = 0")
+    job.write_text(f"{job.read_text()}\n[evaluation]\nevery = 4\nsamples_per_task = 2\n")
+    status, printed = launch(job)
+    assert status == 0, printed
+    assert "done: 6 steps, version 6 published" in printed
+
+
 def test_an_evaluation_that_the_recipe_does_not_define_is_refused(tmp_path: Path) -> None:
     job = write_job(tmp_path, plain(), top="steps = 3")
     job.write_text(f"{job.read_text()}\n[evaluation]\nevery = 2\n")

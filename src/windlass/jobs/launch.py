@@ -376,6 +376,8 @@ class Job:
         )
         self._task_calls = CallThread("recipe tasks")
         self._asked_for_task_at: float | None = None
+        # Numbers of evaluations and of calls of hooks that have begun, and that have ended.
+        self._num_pauses = self._num_pauses_ended = 0
         self._in_step = asyncio.Lock()
         """Lock held during a step or an update of the ranks. After a signal, the job waits for this lock."""
         self.signals: asyncio.Queue[int] = asyncio.Queue()
@@ -1043,7 +1045,8 @@ class Job:
             await self._recipe.after_step(step, result)
         every = self._config.evaluation.every
         if every and self._steps % every == 0:
-            await self._evaluate()
+            with self._without_room():
+                await self._evaluate()
 
     def _seeds_of(self, group_ids: Iterable[int]) -> dict[str, int | None]:
         """Return rollout id -> seed, for all rollouts of these open groups."""
@@ -1137,7 +1140,8 @@ class Job:
 
         Raises:
             ConfigError: no worker knows the task's workflow.
-            PeerTimeout: the staleness bound did not admit the task within `deadline_s`.
+            PeerTimeout: the staleness bound did not admit the task within `deadline_s`, and no evaluation and no hook of the
+                recipe ran during this time.
         """
         if self._num_skipped:
             self._num_skipped -= 1
@@ -1146,7 +1150,15 @@ class Job:
         if unknown := rollouts.refusal(task.workflow):
             raise ConfigError(f"recipe: tasks: {unknown}")
         self._drawn = task
-        await rollouts.wait_for_room(deadline_s=deadline_s)
+        while True:
+            num_ended = self._num_pauses_ended
+            try:
+                await rollouts.wait_for_room(deadline_s=deadline_s)
+                break
+            except PeerTimeout:
+                # No version was published during an evaluation or a hook, so wait once more.
+                if self._num_pauses == num_ended:
+                    raise
         if task.workflow:
             submit = partial(rollouts.submit_workflow_group, task.workflow, task.arguments)
         else:
@@ -1211,8 +1223,18 @@ class Job:
         Raises:
             WindlassError: the hook raised an exception.
         """
-        with recipe_code(hook), self._waiting_for(lambda: f"the recipe's {hook}"):
+        waiting = self._waiting_for(lambda: f"the recipe's {hook}")
+        with recipe_code(hook), self._without_room(), waiting:
             yield
+
+    @contextmanager
+    def _without_room(self) -> Iterator[None]:
+        """Count the block as a pause of the steps. The job publishes no version in the block, so `_submit` waits longer."""
+        self._num_pauses += 1
+        try:
+            yield
+        finally:
+            self._num_pauses_ended += 1
 
     @contextmanager
     def _waiting_for(self, describe: Callable[[], str]) -> Iterator[None]:
@@ -1506,7 +1528,8 @@ def room_deadline_s(config: LaunchConfig) -> float:
     At the staleness bound, the job waits for the next version. The result is the sum of the deadlines of everything that
     may happen before a version is published: a batch and its scores, fetching large tensors, a step, a checkpoint, an
     update, and restarts of ranks. After each restart, the job first repeats the steps since the checkpoint on the same
-    groups. The bound admits no task before these steps are done.
+    groups. The bound admits no task before these steps are done. Evaluations and hooks of the recipe are not included,
+    because they have no deadline; `Job._submit` waits again after them.
     """
     rollout, trainer = config.rollout, config.trainer
     step_s = (
