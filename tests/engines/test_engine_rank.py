@@ -35,7 +35,7 @@ from windlass.engines.vllm.api_server import RankAnswer, RankOrder, join_ranks
 from windlass.errors import ConfigError, PeerTimeout, ProtocolError, RoundAborted, UnsupportedLayout
 
 TOKEN = "secret of the test"
-URL = "http://engine"
+URL, PORT = "http://engine", 8124
 IN_PLACE = ControlConfig(mode=UpdateMode.IN_PLACE)
 
 
@@ -94,7 +94,7 @@ class Rank:
 
     def settings(self, url: str, *, name: str = "engine") -> AgentSettings:
         return AgentSettings(
-            name=name, controller=url, transport="cma", url=URL, world_size=1,
+            name=name, controller=url, transport="cma", url=URL, port=PORT, world_size=1,
             checkpoint=str(self.checkpoint),
         )  # fmt: skip
 
@@ -277,7 +277,7 @@ async def test_server_that_lost_its_weights_joins_another_controller_unless_it_i
                     await joining
             else:
                 await joining
-                assert held_for(URL) == ""
+                assert held_for(PORT) == ""
                 trainer = weights(9)
                 await asyncio.to_thread(publish, trainer, other.url, 1)
                 assert rank.holds(trainer)
@@ -376,7 +376,7 @@ def publish(
 
 def wait_until_held() -> None:
     end = time.monotonic() + 30
-    while not held_for(URL):
+    while not held_for(PORT):
         assert time.monotonic() < end, "the rank wrote no record"
         time.sleep(0.05)
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import tempfile
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,6 @@ from windlass.engines.held_server import HeldRoutes, held_for, note_held
 from windlass.engines.private_routes import ALIVE_PATH, Message, key_folder
 
 PORT = 8123
-URL = f"http://10.0.0.1:{PORT}"
 CONTROLLER = "http://10.0.0.2:8000"
 REFUSED = [
     *(("GET", "/health"), ("GET", "/ping"), ("POST", "/ping"), ("POST", "/generate")),
@@ -41,7 +41,7 @@ async def app(_scope: Message, _receive: Any, send: Any) -> None:
 @pytest.mark.parametrize("root", ["", "/v1/m", "/api"])
 async def test_held_server_refuses_with_the_reason_until_its_engine_resumes(root: str) -> None:
     routes = HeldRoutes(app, PORT)
-    note_held(URL, CONTROLLER, is_held=True)
+    note_held(PORT, CONTROLLER, is_held=True)
     for method, path in REFUSED:
         status, said = await request(routes, method, root + path, b"", root_path=root)
         assert (status, f"update of the controller {CONTROLLER} did" in said["error"]) == (
@@ -50,7 +50,7 @@ async def test_held_server_refuses_with_the_reason_until_its_engine_resumes(root
         )
     for method, path in SERVED:
         assert (await request(routes, method, root + path, b"", root_path=root))[0] == 200
-    note_held(URL, CONTROLLER, is_held=False)
+    note_held(PORT, CONTROLLER, is_held=False)
     for method, path in REFUSED:
         assert (await request(routes, method, root + path, b"", root_path=root))[0] == 200
 
@@ -63,29 +63,54 @@ async def test_held_server_answers_a_supervisor_without_its_engine(root: str) ->
         await asyncio.Event().wait()
 
     routes = HeldRoutes(blocked, PORT)
-    note_held(URL, CONTROLLER, is_held=True)
+    note_held(PORT, CONTROLLER, is_held=True)
     async with asyncio.timeout(5):
         status, said = await request(routes, "GET", root + ALIVE_PATH, b"", root_path=root)
     assert (status, f"update of the controller {CONTROLLER} did" in said["held"]) == (200, True)
     # The engine itself answers as soon as it is no longer held.
-    note_held(URL, CONTROLLER, is_held=False)
+    note_held(PORT, CONTROLLER, is_held=False)
     with pytest.raises(TimeoutError):
         async with asyncio.timeout(0.1):
             await request(routes, "GET", root + ALIVE_PATH, b"", root_path=root)
 
 
 async def test_servers_of_other_ports_and_new_servers_are_not_held() -> None:
-    note_held(URL, CONTROLLER, is_held=True)
+    note_held(PORT, CONTROLLER, is_held=True)
     other = HeldRoutes(app, PORT + 1)
     assert (await request(other, "GET", "/health", b""))[0] == 200
     # The server that was held has ended, and another one has started.
     again = HeldRoutes(app, PORT)
     assert (await request(again, "GET", "/health", b""))[0] == 200
-    assert held_for(URL) == ""
+    assert held_for(PORT) == ""
 
 
 def test_record_in_a_folder_of_all_users_is_ignored(folder: Path) -> None:
-    note_held(URL, CONTROLLER, is_held=True)
-    assert held_for(URL) == CONTROLLER
+    note_held(PORT, CONTROLLER, is_held=True)
+    assert held_for(PORT) == CONTROLLER
     folder.chmod(0o777)
-    assert held_for(URL) == ""
+    assert held_for(PORT) == ""
+
+
+def test_reader_never_sees_a_part_of_a_record() -> None:
+    """The server would let a request wait for the blocked engine if it read an empty record."""
+    note_held(PORT, CONTROLLER, is_held=True)
+    is_over = threading.Event()
+
+    def write() -> None:
+        while not is_over.is_set():
+            note_held(PORT, CONTROLLER, is_held=True)
+
+    writer = threading.Thread(target=write)
+    writer.start()
+    try:
+        found = {held_for(PORT) for _ in range(2000)}
+    finally:
+        is_over.set()
+        writer.join()
+    assert found == {CONTROLLER}
+
+
+def test_engine_without_a_server_has_no_record(folder: Path) -> None:
+    note_held(0, CONTROLLER, is_held=True)
+    note_held(0, CONTROLLER, is_held=False)
+    assert not folder.exists()

@@ -113,14 +113,16 @@ async def test_held_server_gets_no_order_that_would_wait_for_its_loop(tmp_path: 
     """The ranks connect to the same controller again by themselves; another one cannot fill the weights."""
     server = Server(tmp_path)
     await server.start()
-    url = f"http://127.0.0.1:{server.app.state.args.port}"
-    note_held(url, CONTROLLER, is_held=True)
+    port = server.app.state.args.port
+    note_held(port, CONTROLLER, is_held=True)
     shown = {"authorization": f"Bearer {TOKEN}"}
     assert await server.post("/v1/completions", {}) == 503
-    assert await server.post("/windlass/join", {"controller": "http://127.0.0.1:2"}, **shown) == 409
+    for url in ("", "http://engine.example", "http://proxy.example:80"):
+        order = {"controller": "http://127.0.0.1:2", "url": url}
+        assert await server.post("/windlass/join", order, **shown) == 409
     assert await server.post("/windlass/join", {"controller": CONTROLLER}, **shown) == 200
     assert server.cores.orders == []
-    note_held(url, CONTROLLER, is_held=False)
+    note_held(port, CONTROLLER, is_held=False)
     assert await server.post("/v1/completions", {}) == 200
 
 
@@ -224,11 +226,11 @@ async def test_routes_of_a_trainers_server_refuse_while_it_is_held(tmp_path: Pat
     server = Server(tmp_path)
     server.routes = Held(server.answer)
     await server.start()
-    url = f"http://127.0.0.1:{server.app.state.args.port}"
-    note_held(url, CONTROLLER, is_held=True)
+    port = server.app.state.args.port
+    note_held(port, CONTROLLER, is_held=True)
     assert await server.post("/v1/completions", {}) == 503
     assert await server.post("/update_weights", {}) == 200
-    note_held(url, CONTROLLER, is_held=False)
+    note_held(port, CONTROLLER, is_held=False)
     assert await server.post("/v1/completions", {}) == 200
 
 

@@ -428,7 +428,7 @@ class EngineRank:
     def _note_held(self, settings: AgentSettings, is_held: bool) -> None:
         """Call `note_held` for the server in `settings`."""
         may_leave = self.sleep.is_lost and not self.gate.is_blocked
-        note_held(settings.url, settings.controller, is_held, may_leave=may_leave)
+        note_held(settings.port, settings.controller, is_held, may_leave=may_leave)
 
     @property
     def kept(self) -> frozenset[str]:

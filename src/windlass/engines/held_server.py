@@ -12,7 +12,6 @@ from __future__ import annotations
 import logging
 from http import HTTPStatus
 from typing import final
-from urllib.parse import urlsplit
 
 import msgspec
 
@@ -29,6 +28,7 @@ from windlass.engines.private_routes import (
     route_path,
 )
 from windlass.errors import ConfigError
+from windlass.files import write_file
 
 _log = logging.getLogger(__name__)
 _HEALTH = frozenset({"/health", "/health_generate", "/ready", "/ping"})
@@ -40,39 +40,44 @@ _MAY_LEAVE = " may leave"
 """End of a record whose engine may join the fleet of another controller. No URL contains a space."""
 
 
-def note_held(url: str, controller: str, is_held: bool, *, may_leave: bool = False) -> None:
+def note_held(port: int, controller: str, is_held: bool, *, may_leave: bool = False) -> None:
     """Record that the engine of a server on this host stays paused, or delete this record. If this fails, log the error.
 
+    A reader sees the whole record or none.
+
     Args:
-        url: URL of the server.
+        port: port of the server. With 0, the engine has no server, and this call only logs that the engine stays paused.
         controller: URL of the controller whose update has not ended.
         is_held: whether the engine stays paused.
         may_leave: whether the engine may join the fleet of another controller, because its weights are lost and its loop
             is not blocked.
     """
-    name = _record(urlsplit(url).port)
+    if is_held:
+        _log.warning("%s", held_reason(controller))
+    if not port:
+        return
     try:
         if not is_held:
-            (key_folder() / name).unlink(missing_ok=True)
+            (key_folder() / _record(port)).unlink(missing_ok=True)
             return
-        _log.warning("%s", held_reason(controller))
-        (own_folder() / name).write_text(f"{controller}{_MAY_LEAVE if may_leave else ''}")
+        content = f"{controller}{_MAY_LEAVE if may_leave else ''}"
+        write_file(own_folder() / _record(port), content.encode())
     except (ConfigError, OSError) as error:
         _log.warning("cannot update the record of whether this engine is held: %s", error)
 
 
-def held_for(url: str) -> str:
+def held_for(port: int) -> str:
     """Return the URL of the controller that must fill the engine's weights; empty if the engine is not held.
 
-    `url` is the URL of the engine's server, which must be on this host.
+    `port` is the port of the engine's server on this host.
     """
-    controller, _ = _read(_record(urlsplit(url).port))
+    controller, _ = _read(_record(port))
     return controller
 
 
-def may_leave(url: str) -> bool:
+def may_leave(port: int) -> bool:
     """Return whether the record of a held engine says that the engine may join the fleet of another controller."""
-    _, found = _read(_record(urlsplit(url).port))
+    _, found = _read(_record(port))
     return found
 
 
@@ -94,7 +99,7 @@ def held_reason(controller: str) -> str:
     )
 
 
-def _record(port: int | None) -> str:
+def _record(port: int) -> str:
     """Return the name of the record's file for the server on a port."""
     return f"{port}.held"
 
@@ -113,7 +118,7 @@ class HeldRoutes:
     def __init__(self, app: App, port: int) -> None:
         self._app, self._record = app, _record(port)
         # An earlier server of this port may have ended while it was held.
-        note_held(f"http://localhost:{port}", "", is_held=False)
+        note_held(port, "", is_held=False)
 
     async def __call__(self, scope: Message, receive: Receive, send: Send) -> None:
         """Serve one request."""

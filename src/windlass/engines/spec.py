@@ -71,7 +71,8 @@ class AgentSettings(msgspec.Struct, frozen=True, kw_only=True):
         name: identity of the engine in the fleet; a rank's identity is `name/rank`.
         controller: URL of the controller.
         transport: name of the transport that receives weights.
-        url: URL of the engine's own HTTP server.
+        url: URL at which peers reach the engine's HTTP server. It may name a proxy, so its port may be another one.
+        port: port on which the server listens; 0 for an engine without a server.
         checkpoint: folder with safetensors files of the model, or of the adapter if `adapter` is set. Capture
             reads names, shapes and dtypes from these files.
         adapter: name of the adapter that gets updates; empty if the model gets updates.
@@ -88,6 +89,7 @@ class AgentSettings(msgspec.Struct, frozen=True, kw_only=True):
     url: str
     checkpoint: str
     world_size: int
+    port: int = 0
     loaded: bool = True
     adapter: str = ""
     serves_own_weights: bool = False

@@ -506,6 +506,7 @@ class SglangMember(Member):
             controller=order.controller,
             transport=order.transport,
             url=order.url,
+            port=self.port,
             checkpoint=str(checkpoint),
             world_size=given.tp_size * given.pp_size * replicas_of(given),
             loaded=given.load_format != "dummy",

@@ -69,9 +69,20 @@ class RankAnswer(msgspec.Struct, frozen=True, kw_only=True):
 
 @final
 class _Served:
-    """Adapters that this process's server serves, as `NAME=FOLDER`; empty if it serves only the model."""
+    """What this process's server serves.
+
+    Attributes:
+        adapter: adapters as `NAME=FOLDER`; empty if the server serves only the model.
+        port: port of the server.
+    """
 
     adapter = ""
+    port = 0
+
+
+def note_port(port: int) -> None:
+    """Record the port on which this process's server listens."""
+    _Served.port = port
 
 
 def note_adapters(modules: Sequence[Any] | None) -> None:
@@ -169,6 +180,7 @@ def settings_of(engine: Any, order: JoinOrder) -> AgentSettings:
         controller=order.controller,
         transport=order.transport,
         url=order.url,
+        port=_Served.port,
         checkpoint="" if adapter is None else str(adapter.folder),
         world_size=world_size,
         adapter="" if adapter is None else adapter.name,
@@ -197,10 +209,10 @@ async def join_ranks(
         PeerUnreachable: a rank failed; the message has the rank's reason.
         PeerTimeout: a rank did not answer within `settings.join_deadline_s`.
     """
-    if held := held_for(settings.url):
+    if held := held_for(settings.port):
         if held == settings.controller:
             return
-        if not may_leave(settings.url):
+        if not may_leave(settings.port):
             raise ProtocolError(f"join: {held_reason(held)}")
     capture = RankOrder(
         step=RankStep.CAPTURE, settings=settings, token=token, pauses_itself=pauses_itself

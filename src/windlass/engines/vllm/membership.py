@@ -29,7 +29,7 @@ from windlass.engines.private_routes import (
 )
 from windlass.engines.spec import refuse_expandable_segments
 from windlass.engines.versions import check_installed
-from windlass.engines.vllm.api_server import join_ranks, settings_of
+from windlass.engines.vllm.api_server import join_ranks, note_port, settings_of
 from windlass.engines.vllm.backend import BACKEND
 from windlass.engines.vllm.engine_core import SCHEDULER, stamps_tokens
 from windlass.engines.vllm.spec import RELEASES, generate_route, require_backend
@@ -178,6 +178,7 @@ class Membership:
             WindlassError: see `VllmMember`.
         """
         member = VllmMember(state.engine_client, state.args)
+        note_port(state.args.port)
         # If there are several API servers, only the first orders the ranks to join.
         if member.controller != WAIT and not state.engine_client.engine_core.client_index:
             self._joins_at_start = member
@@ -198,7 +199,9 @@ class Held:
         """Serve one request."""
         if self._behind is None:
             # vLLM sets `state` before the server starts.
-            self._behind = HeldRoutes(self._app, scope["app"].state.args.port)
+            port = scope["app"].state.args.port
+            note_port(port)
+            self._behind = HeldRoutes(self._app, port)
         await self._behind(scope, receive, send)
 
 

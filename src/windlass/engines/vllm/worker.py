@@ -366,7 +366,9 @@ def _api_for(
 
     def api() -> VllmApi:
         # Only rank 0 calls this function. The file with the server's key is on rank 0's host.
-        own = EngineHttp(settings.url, saved_key(settings.url)) if order.pauses_itself else None
+        # `settings.url` may name a proxy with another port.
+        key = saved_key(f"http://localhost:{settings.port}")
+        own = EngineHttp(settings.url, key) if order.pauses_itself else None
         can_block, sleep = may_block(worker.parallel_config), worker.windlass_engine_rank.sleep
         made = VllmApi(own, can_block=can_block, stamps=stamps_tokens(), sleep=sleep, core=core)
         sleep.ask = made.fall_asleep
