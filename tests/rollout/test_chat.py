@@ -6,11 +6,13 @@ import asyncio
 import json
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import aiohttp
 import msgspec
+import openai
 import pytest
 import transformers
 from agent_checkpoint import ANSWER, CALL, END, TOOL
@@ -502,6 +504,55 @@ async def test_a_repeated_request_gets_the_same_answer_and_makes_no_second_turn(
 
     rollout = await rig.run(agent)
     assert len(rollout.turns) == 3
+
+
+async def test_equal_requests_above_the_limit_wait_for_answers_of_their_own(folder: Path) -> None:
+    async with AsyncExitStack() as stack:
+        engine = await stack.enter_async_context(FakeEngine("engine"))
+        rig = Rig(stack, engine.url, folder)
+
+        async def agent(context: WorkflowContext) -> None:
+            async with context.chat_endpoint() as session:
+                engine.hold(2)
+                key, url = session.api_key, session.base_url
+                async with openai.AsyncOpenAI(api_key=key, base_url=url) as client:
+                    ask = partial(client.chat.completions.create, model="m", max_tokens=3)
+                    asking = [asyncio.create_task(ask(messages=[QUESTION])) for _ in range(6)]
+                    await engine.until_held(2)
+                    assert engine.num_active == 2
+                    await engine.release()
+                    answers = await asyncio.gather(*asking)
+                assert len({answer.id for answer in answers}) == 6
+
+        rollout = await rig.run(agent, max_requests=2)
+    assert len(rollout.turns) == 6
+
+
+async def test_a_repetition_of_an_unanswered_request_gets_no_earlier_answer(folder: Path) -> None:
+    again = {"X-Stainless-Retry-Count": "1"}
+    async with AsyncExitStack() as stack:
+        engine = await stack.enter_async_context(FakeEngine("engine"))
+        rig = Rig(stack, engine.url, folder)
+
+        async def agent(context: WorkflowContext) -> None:
+            async with context.chat_endpoint() as session:
+                ask = partial(
+                    rig.client(session).ask, "/chat/completions", {"messages": [QUESTION]}
+                )
+                first = await ask()
+                engine.hold(2)
+                asking = asyncio.create_task(ask())
+                await engine.until_held(1)
+                asking.cancel()
+                await engine.until(lambda: not engine.num_active)
+                await engine.release()
+                second = await ask(headers=again)
+                assert second["id"] != first["id"]
+                # Now the agent repeats a request that was answered.
+                assert await ask(headers=again) == second
+
+        rollout = await rig.run(agent)
+    assert len(rollout.turns) == 2
 
 
 async def test_a_client_that_goes_away_leaves_no_turn(folder: Path) -> None:

@@ -215,20 +215,34 @@ async def send_slowly(session: ChatSession, key: str, num_parts: int, pause_s: f
     return found
 
 
-async def test_too_many_requests_of_a_session_are_refused_and_of_others_answered(
-    rig: Rig,
+async def test_requests_of_a_session_wait_and_too_many_are_refused_and_of_others_answered(
+    rig: Rig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(session_module, "MAX_WAITING_REQUESTS", 2)
     greedy, other = await rig.sessions(2)
     rig.engine.hold(1)
-    asking = [
-        asyncio.create_task(rig.client(greedy).ask("/chat/completions", BODY)) for _ in range(4)
-    ]
+    client = rig.client(greedy)
+    asking = [asyncio.create_task(client.ask("/chat/completions", BODY)) for _ in range(4)]
     await rig.engine.until_held(4)
-    answer = await rig.client(greedy).ask("/chat/completions", BODY, 429)
+    asking += [asyncio.create_task(client.ask("/chat/completions", BODY)) for _ in range(2)]
+    await asyncio.sleep(0.2)
+    assert rig.engine.num_active == 4
+    answer = await client.ask("/chat/completions", BODY, 429)
     assert answer["error"]["type"] == "rate_limit_error"
     await rig.engine.release()
     await rig.client(other).ask("/chat/completions", BODY)
     await asyncio.gather(*asking)
+    await client.ask("/chat/completions", BODY)
+
+
+async def test_a_waiting_request_learns_that_its_session_has_ended(rig: Rig) -> None:
+    (session,) = await rig.sessions(1, max_requests=1)
+    rig.engine.hold(1)
+    client = rig.client(session)
+    asking = [asyncio.create_task(client.ask("/chat/completions", BODY, 401)) for _ in range(3)]
+    await rig.engine.until_held(1)
+    await client.ask(f"/sessions/{session.session_id}/reward", {"reward": 1.0})
+    await asyncio.wait_for(asyncio.gather(*asking), WITHIN_S)
 
 
 async def test_a_session_with_too_many_tokens_is_refused_more(

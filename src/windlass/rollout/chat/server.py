@@ -82,7 +82,7 @@ class ChatSettings(msgspec.Struct, frozen=True, kw_only=True):
         max_context: number of tokens of prompt and answer together that the engines accept. The endpoint shortens
             answers so that they fit. 0 if the engines check this.
         max_body_nbytes: largest size of a request's body.
-        max_requests: largest number of concurrent requests of one session.
+        max_requests: largest number of requests of one session that are answered at a time; further requests wait.
     """
 
     tokenizer: str = ""
@@ -374,7 +374,7 @@ class ChatServer:
         session still has it.
         """
         session = self._session_of(http)
-        with session.request():
+        async with session.request():
             body = await _body_of(http)
             session.check_open()
             key, repeated = _repetition(http, body)
@@ -382,11 +382,14 @@ class ChatServer:
             known = session.kept_reply(key) if repeated else None
 
             async def replied(send: Send | None) -> Reply:
-                if known is None:
-                    reply = await reply_to(request, send)
-                else:
-                    reply = known
+                if known is not None:
                     _send_all(send, known.events())
+                    return known
+                try:
+                    reply = await reply_to(request, send)
+                except asyncio.CancelledError:
+                    session.leave_unanswered(key)
+                    raise
                 session.keep_reply(key, reply)
                 return reply
 

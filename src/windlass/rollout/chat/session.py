@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import hmac
 import secrets
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, final
@@ -34,7 +34,9 @@ from windlass.rollout.text import TextCodec
 from windlass.sampling import SamplingParams
 
 MAX_REQUESTS = 32
-"""Largest number of concurrent requests of one session."""
+"""Largest number of requests of one session that are answered at a time."""
+MAX_WAITING_REQUESTS = 1024
+"""Largest number of requests of one session that wait because `Limits.max_requests` others are being answered."""
 MAX_SESSION_TOKENS = 8 << 20
 """Largest number of tokens of all prompts and answers of a session. A worker can deliver the outcome of an attempt with
 this number of tokens, see `worker.MAX_OUTCOME_NBYTES`."""
@@ -138,7 +140,7 @@ class Limits:
 
     Attributes:
         max_context: number of tokens of prompt and answer together that the engine accepts; 0 if unknown.
-        max_requests: largest number of concurrent requests.
+        max_requests: largest number of requests that are answered at a time; further requests wait.
     """
 
     max_context: int = 0
@@ -180,11 +182,13 @@ class ChatSession:
         self.policy = Policy(context.sampling, request_sampling)
         self.responses: dict[str, tuple[Message, ...]] = {}
         self._replies: OrderedDict[bytes, Reply] = OrderedDict()
+        self._num_unanswered: Counter[bytes] = Counter()
         self._context, self._text, self._limits = context, text, limits
         self._parser, self._marks = parser_of(tool_format), MARKS[tool_format]
         self._conversations = Conversations(text)
         self._num_turns = self._num_tokens = 0
         self._num_requests = 0
+        self._slots = asyncio.Semaphore(limits.max_requests)
         self._jobs: set[asyncio.Task[list[Choice]]] = set()
         self._rewarded = asyncio.Event()
         self._guard = asyncio.timeout(None)
@@ -268,28 +272,28 @@ class ChatSession:
         for job in self._jobs:
             _cancel(job)
 
-    @contextlib.contextmanager
-    def request(self) -> Iterator[None]:
+    @contextlib.asynccontextmanager
+    async def request(self) -> AsyncIterator[None]:
         """Count a request of the agent during a `with` block. Log lines of the block have the task id and the attempt.
 
-        The agent counts as lost after `idle_s` without a request. This time starts when the last running request ends.
+        The block begins when fewer than `Limits.max_requests` other requests are being answered. The agent counts as
+        lost after `idle_s` without a request. This time starts when the last running request ends.
 
         Raises:
-            ApiError: too many requests run.
+            ApiError: too many requests wait, or the session has ended.
         """
-        if self._num_requests >= self._limits.max_requests:
-            raise ApiError(
-                429,
-                f"a session may have at most {self._limits.max_requests} concurrent requests",
-                "rate_limit_exceeded",
-                retry=True,
-            )
+        most = self._limits.max_requests + MAX_WAITING_REQUESTS
+        if self._num_requests >= most:
+            text = f"a session may have at most {most} concurrent requests"
+            raise ApiError(429, text, "rate_limit_exceeded")
         self._num_requests += 1
         if self._idle is not None:
             self._idle.reschedule(None)
         try:
             with log_fields(task=self.task_id, attempt=self.attempt):
-                yield
+                async with self._slots:
+                    self.check_open()
+                    yield
         finally:
             self._num_requests -= 1
             if self._idle is not None and not self._num_requests and not self._idle.expired():
@@ -483,11 +487,19 @@ class ChatSession:
         if len(self._replies) > KEPT_ANSWERS:
             self._replies.popitem(last=False)
 
+    def leave_unanswered(self, key: bytes) -> None:
+        """Record that a request with this key was cancelled before it had a reply, see `kept_reply`."""
+        self._num_unanswered[key] += 1
+
     def kept_reply(self, key: bytes) -> Reply | None:
         """Return the reply to an earlier request with this key; None if there is none.
 
-        A client repeats a request with the same key if it did not get the reply.
+        A client repeats a request with the same key if it did not get the reply. If a request with this key was
+        cancelled, return None: equal requests have equal keys, so a kept reply may belong to another request.
         """
+        if self._num_unanswered[key]:
+            self._num_unanswered[key] -= 1
+            return None
         return self._replies.get(key)
 
     def result(self) -> Mapping[str, object]:
