@@ -14,6 +14,7 @@ import aiohttp
 import msgspec
 import openai
 import pytest
+import tokenizers
 import transformers
 from agent_checkpoint import ANSWER, CALL, END, TOOL
 from chat_fleet import QUESTION, TOKEN, Client, tool_loop
@@ -284,6 +285,57 @@ async def test_text_that_continues_a_completion_keeps_its_ids(folder: Path) -> N
     second = await conversations.text_prompt("ab tail and more")
     assert second.ids == (*text.encode("ab"), 400, 401, *text.encode(" and more"))
     assert (await conversations.text_prompt("other")).branch != ""
+
+
+@pytest.fixture(scope="module")
+def beginning(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, int]:
+    """Save a tokenizer that begins every text with a special token. Return its folder, and the token's id."""
+    tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
+    (first,) = tokenizer.encode("<|im_start|>", add_special_tokens=False)
+    tokenizer.backend_tokenizer.post_processor = tokenizers.processors.TemplateProcessing(
+        single="<|im_start|> $A", special_tokens=[("<|im_start|>", first)]
+    )
+    saved = tmp_path_factory.mktemp("beginning")
+    tokenizer.save_pretrained(saved)
+    return saved, first
+
+
+async def test_a_text_prompt_begins_once_with_the_special_tokens_of_its_model(
+    beginning: tuple[Path, int],
+) -> None:
+    folder, first = beginning
+    text = ModelText(str(folder))
+    plain = text.encode("ab")
+    assert text.encode("ab", add_special_tokens=True) == (first, *plain)
+    conversations = Conversations(text)
+    prompt = await conversations.text_prompt("ab")
+    assert prompt.ids == (first, *plain)
+    conversations.text_answered("ab tail", prompt, (400, 401))
+    continued = await conversations.text_prompt("ab tail and more")
+    assert continued.ids == (first, *plain, 400, 401, *text.encode(" and more"))
+    # A client may write the special tokens itself, or ask for none.
+    assert (await conversations.text_prompt("<|im_start|>ab")).ids == (first, *plain)
+    without = await conversations.text_prompt("ab", add_special_tokens=False)
+    assert without.ids == plain
+    assert (await conversations.text_prompt("<|im_start|>")).ids == (first,)
+
+
+async def test_a_completion_has_the_prompt_of_a_submitted_text(
+    engine: str, beginning: tuple[Path, int]
+) -> None:
+    async with AsyncExitStack() as stack:
+        rig = Rig(stack, engine, beginning[0])
+
+        async def agent(context: WorkflowContext) -> None:
+            async with context.chat_endpoint() as session:
+                for more in ({}, {"add_special_tokens": False}, {"add_special_tokens": None}):
+                    await rig.client(session).ask("/completions", {"prompt": "<|say|>", **more})
+
+        rollout = await rig.run(agent)
+        submitted = rig.controller.submit("<|say|>", SAMPLING)
+        (alone,) = await rig.controller.wait([submitted], deadline_s=WITHIN_S)
+    first, second, third = (turn.prompt_ids for turn in rollout.turns)
+    assert first == third == alone.prompt_ids == (beginning[1], *second)
 
 
 async def test_a_generation_that_an_update_aborts_continues_with_both_versions(

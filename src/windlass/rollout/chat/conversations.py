@@ -86,20 +86,32 @@ class Conversations:
         known = _Answered(messages, prompt.ids, output_ids)
         self._answered[fingerprints(messages, template)[-1]] = known
 
-    async def text_prompt(self, text: str) -> Prompt:
+    async def text_prompt(self, text: str, *, add_special_tokens: bool = True) -> Prompt:
         """Return the prompt of a text.
 
         If the text begins with an earlier prompt and its answer, reuse their token ids, and encode only the rest. If several
         earlier prompts match, use the longest.
+
+        Args:
+            text: text to encode.
+            add_special_tokens: whether a new prompt gets the tokens that the model expects around a text, like a submitted
+                text. If the text begins with the first of these tokens, this token is not added again.
         """
         found = [known for known in self._texts if text.startswith(known[0])]
         begin, ids = max(found, key=lambda known: len(known[0]), default=("", ()))
-        rest = await asyncio.to_thread(self._text.encode, text[len(begin) :])
+        encode = self._encode_whole if add_special_tokens and not found else self._text.encode
+        rest = await asyncio.to_thread(encode, text[len(begin) :])
         return Prompt(ids + rest, branch=OTHER_TEXT if self._texts and not found else "")
 
     def text_answered(self, text: str, prompt: Prompt, output_ids: tuple[int, ...]) -> None:
         """Record an answer to a text prompt; `text` is prompt and answer."""
         self._texts.append((text, prompt.ids + output_ids))
+
+    def _encode_whole(self, text: str) -> tuple[int, ...]:
+        """Return the token ids of a text with special tokens, see `text_prompt`."""
+        ids = self._text.encode(text, add_special_tokens=True)
+        first = self._text.encode("", add_special_tokens=True)[:1]
+        return ids[1:] if first and ids[:2] == first * 2 else ids
 
     def _prompt(self, messages: tuple[Message, ...], template: Template) -> Prompt:
         """Return a prompt that continues the latest recorded answer in the conversation; a new prompt if there is none."""

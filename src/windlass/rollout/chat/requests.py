@@ -172,6 +172,8 @@ class CompletionRequest(CommonRequest, frozen=True, kw_only=True, forbid_unknown
     echo: Literal[False] | None = None
     best_of: Literal[1] | None = None
     suffix: None = None
+    # Extension of vLLM.
+    add_special_tokens: bool | None = None
 
 
 class _Item(msgspec.Struct, frozen=True):
@@ -222,6 +224,7 @@ class Call:
     Attributes:
         messages: conversation; empty for a text prompt.
         prompt: text or token ids; None for a conversation.
+        add_special_tokens: whether a text prompt gets the tokens that the model expects around a text.
         template: tools and other arguments of the chat template.
         parses_tools: whether calls in the answer are parsed.
         sampling: sampling parameters of the engine's calls.
@@ -236,6 +239,7 @@ class Call:
     messages: tuple[Message, ...]
     sampling: SamplingParams
     prompt: str | tuple[int, ...] | None = None
+    add_special_tokens: bool = True
     template: Template = NO_TOOLS
     parses_tools: bool = False
     num_choices: int = 1
@@ -343,6 +347,7 @@ def completion_call(request: CompletionRequest, policy: Policy) -> Call:
             (),
             sampling,
             prompt=prompt,
+            add_special_tokens=request.add_special_tokens is not False,
             num_choices=1 if request.n is None else request.n,
             logprobs=request.logprobs is not None,
             num_top=_in_range("logprobs", request.logprobs or 0),

@@ -426,7 +426,9 @@ class ChatSession:
         if isinstance(call.prompt, tuple):
             return Prompt(call.prompt)
         if isinstance(call.prompt, str):
-            return await self._conversations.text_prompt(call.prompt)
+            return await self._conversations.text_prompt(
+                call.prompt, add_special_tokens=call.add_special_tokens
+            )
         return await self._conversations.prompt(call.messages, call.template)
 
     def _within_context(self, sampling: SamplingParams, num_tokens: int) -> SamplingParams:
