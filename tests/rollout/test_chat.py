@@ -358,6 +358,26 @@ async def test_a_generation_that_an_update_aborts_continues_with_both_versions(
     assert rollout.versions == (0, 0, 0, 1, 1)
 
 
+async def test_a_conversation_continues_after_a_call_with_a_large_number(
+    rig: Rig, tokenizer: Any
+) -> None:
+    arguments = f'{{"a": {10**29 + 7}, "b": 1}}'
+    call = {"id": "call_1", "type": "function", "function": {"name": "add", "arguments": arguments}}
+
+    async def agent(context: WorkflowContext) -> None:
+        async with context.chat_endpoint() as session:
+            client = rig.client(session)
+            called = {"role": "assistant", "content": None, "tool_calls": [call]}
+            result = {"role": "tool", "tool_call_id": "call_1", "content": str(10**29 + 8)}
+            await client.chat([QUESTION, called, result])
+        await context.chat([QUESTION, called, result])
+
+    rollout = await rig.run(agent)
+    for turn in rollout.turns:
+        assert f'"arguments": {arguments}' in tokenizer.decode(turn.prompt_ids)
+    assert len(rollout.turns) == 2
+
+
 async def test_requests_only_shorten_answers_unless_they_decide_about_sampling() -> None:
     sampling = SamplingParams(max_new_tokens=8, temperature=0.7, stop=("END",))
     request = msgspec.convert(

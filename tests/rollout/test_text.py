@@ -370,14 +370,19 @@ def test_arguments_of_tool_calls_and_parts_of_contents_reach_the_template(
 ) -> None:
     call = {"type": "function", "function": {"name": "book", "arguments": '{"seat": 4}'}}
     broken = {"type": "function", "function": {"name": "book", "arguments": "{"}}
+    seat = f'{{"seat": {1 << 64}}}'
+    large = {"type": "function", "function": {"name": "book", "arguments": seat}}
     parts = [{"type": "text", "text": "one"}, {"type": "text", "text": "two"}]
     messages = (
         {"role": "user", "content": parts},
         {"role": "assistant", "content": "", "tool_calls": [call]},
         {"role": "assistant", "content": "", "tool_calls": [broken]},
+        # msgpack has no integers of 65 bits, but the arguments are JSON.
+        {"role": "assistant", "content": "", "tool_calls": [large]},
     )
     assert prompts.render(Chat(messages)) == prompts.encode(
-        "<user>one\ntwo<end>\n<assistant>[book:4]<end>\n<assistant>[book:]<end>\n<assistant>"
+        "<user>one\ntwo<end>\n<assistant>[book:4]<end>\n<assistant>[book:]<end>\n"
+        "<assistant>[book:18446744073709551616]<end>\n<assistant>"
     )
 
 

@@ -37,7 +37,19 @@ _RESERVED = [
 """Arguments of transformers' `apply_chat_template` that are not arguments of the template."""
 
 
-class Chat(msgspec.Struct, frozen=True, omit_defaults=True):
+class TemplateInput(msgspec.Struct, frozen=True, omit_defaults=True):
+    """Input of a chat template. Unlike those of a `Chat`, its values may be any values of JSON, such as integers of 65 bits.
+
+    Attributes:
+        messages, tools, template_arguments: see `Chat`.
+    """
+
+    messages: tuple[Message, ...]
+    tools: tuple[Mapping[str, object], ...] = ()
+    template_arguments: Mapping[str, object] = {}
+
+
+class Chat(TemplateInput, frozen=True, omit_defaults=True):
     """Chat messages as a prompt, with tools and other arguments of the chat template.
 
     Attributes:
@@ -49,10 +61,6 @@ class Chat(msgspec.Struct, frozen=True, omit_defaults=True):
     Raises:
         ConfigError: a value has another type, or a message has images, audio or video.
     """
-
-    messages: tuple[Message, ...]
-    tools: tuple[Mapping[str, object], ...] = ()
-    template_arguments: Mapping[str, object] = {}
 
     def __post_init__(self) -> None:
         where = "chat: "
@@ -68,11 +76,15 @@ class Chat(msgspec.Struct, frozen=True, omit_defaults=True):
             _check_message(f"{where}messages[{number}]", message)
         arguments = plain_map(f"{where}template_arguments", self.template_arguments)
         msgspec.structs.force_setattr(self, "template_arguments", arguments)
-        if reserved := [name for name in arguments if name in _RESERVED]:
-            raise ConfigError(
-                f"{where}template_arguments must have only arguments of the template, got {reserved[0]!r}, an argument of "
-                "apply_chat_template"
-            )
+        check_template_arguments(f"{where}template_arguments", arguments)
+
+
+def check_template_arguments(what: str, arguments: Mapping[str, object]) -> None:
+    """Raise `ConfigError`, which begins with `what`, if an argument is one of `apply_chat_template`, not of the template."""
+    if reserved := [name for name in arguments if name in _RESERVED]:
+        raise ConfigError(
+            f"{what} must have only arguments of the template, got {reserved[0]!r}, an argument of apply_chat_template"
+        )
 
 
 def _check_message(where: str, message: Message) -> None:
@@ -130,7 +142,7 @@ class TextCodec(Protocol):
         """Return the text of token ids, without special tokens."""
         ...
 
-    def template_text(self, chat: Chat, *, add_generation_prompt: bool) -> str:
+    def template_text(self, chat: TemplateInput, *, add_generation_prompt: bool) -> str:
         """Return a conversation as text in the format of the chat template.
 
         With `add_generation_prompt`, the text ends with the beginning of an answer.
@@ -186,7 +198,7 @@ class ModelText:
         with self._lock:
             return str(self._tokenizer.decode(list(ids), skip_special_tokens=True))
 
-    def template_text(self, chat: Chat, *, add_generation_prompt: bool) -> str:
+    def template_text(self, chat: TemplateInput, *, add_generation_prompt: bool) -> str:
         if self._tokenizer.chat_template is None:
             raise ConfigError(
                 f"tokenizer: {self._folder} must have a chat template for messages, got none; submit text or token ids"
@@ -247,9 +259,10 @@ class TextPrompts:
         return self.encode(text)
 
 
-def _plain(chat: Chat) -> Chat:
+def _plain(chat: Chat) -> TemplateInput:
     """Return messages as chat templates expect them: contents as text, arguments of tool calls as mappings."""
-    return msgspec.structs.replace(chat, messages=tuple(map(_plain_message, chat.messages)))
+    messages = tuple(map(_plain_message, chat.messages))
+    return TemplateInput(messages, chat.tools, chat.template_arguments)
 
 
 def _plain_message(message: Message) -> Message:

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import final
 
 from windlass.rollout.chat.messages import NO_TOOLS, Message, Template, ToolCall, fingerprints
-from windlass.rollout.text import Chat, TextCodec
+from windlass.rollout.text import TemplateInput, TextCodec
 
 MAX_END_TOKENS = 16
 """Longest run of tokens that both the model and the chat template put at the end of an answer, such as an end token.
@@ -131,7 +131,7 @@ class Conversations:
         add_generation_prompt: bool = True,
     ) -> str:
         """Return the text that the chat template makes of messages; see `TextCodec.template_text`."""
-        chat = Chat(
+        chat = TemplateInput(
             tuple(message.for_template() for message in messages),
             template.tools,
             template.arguments,

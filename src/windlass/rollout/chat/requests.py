@@ -14,6 +14,7 @@ import msgspec
 
 from windlass.errors import ConfigError
 from windlass.rollout.chat.messages import NO_TOOLS, Message, Template, ToolCall
+from windlass.rollout.text import check_template_arguments
 from windlass.sampling import SamplingParams
 
 MAX_MESSAGES = 8192
@@ -316,6 +317,8 @@ def chat_call(request: ChatRequest, policy: Policy) -> Call:
     """Convert a chat completion request to a `Call`; raise `ConfigError` if the endpoint cannot answer it."""
     messages = tuple(_message_of(message) for message in request.messages)
     tools = tuple(msgspec.to_builtins(tool) for tool in request.tools or ())
+    arguments = request.chat_template_kwargs or {}
+    check_template_arguments("chat_template_kwargs:", arguments)
     schema = request.response_format.required_schema() if request.response_format else None
     call_schema = _call_schema(tools, request.tool_choice)
     sampling = policy.of(
@@ -328,7 +331,7 @@ def chat_call(request: ChatRequest, policy: Policy) -> Call:
         Call(
             messages,
             sampling,
-            template=Template(tools, request.chat_template_kwargs or {}),
+            template=Template(tools, arguments),
             parses_tools=bool(tools) and request.tool_choice != "none",
             num_choices=1 if request.n is None else request.n,
             forced=call_schema is not None,
