@@ -378,6 +378,23 @@ async def test_a_conversation_continues_after_a_call_with_a_large_number(
     assert len(rollout.turns) == 2
 
 
+async def test_text_parts_make_the_prompt_that_context_chat_makes_of_them(rig: Rig) -> None:
+    parts = [{"type": "text", "text": "A document."}, {"type": "text", "text": "A question?"}]
+    messages = [{"role": "user", "content": parts}]
+    items = [{"role": "user", "content": [{**part, "type": "input_text"} for part in parts]}]
+
+    async def agent(context: WorkflowContext) -> None:
+        await context.chat(messages)
+        async with context.chat_endpoint() as session:
+            client = rig.client(session)
+            await client.ask("/chat/completions", {"messages": messages})
+            await client.ask("/responses", {"input": items})
+
+    rollout = await rig.run(agent)
+    first, *others = (turn.prompt_ids for turn in rollout.turns)
+    assert others == [first, first]
+
+
 async def test_requests_only_shorten_answers_unless_they_decide_about_sampling() -> None:
     sampling = SamplingParams(max_new_tokens=8, temperature=0.7, stop=("END",))
     request = msgspec.convert(

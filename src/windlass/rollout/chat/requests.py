@@ -470,13 +470,13 @@ def _call_schema(
 
 
 def _text_of(where: str, content: str | Sequence[_Part] | None) -> str:
-    """Return the text of a message's content; raise `ConfigError` for content that is not text."""
+    """Return the text of a message's content, with a newline between parts; raise `ConfigError` for content that is not text."""
     if content is None or isinstance(content, str):
         return content or ""
     for part in content:
         if part.type not in {"text", "input_text", "output_text", "refusal"}:
             raise ConfigError(f"{where}: content must be text, got a part of type {part.type!r}")
-    return "".join(part.text or part.refusal for part in content)
+    return "\n".join(part.text or part.refusal for part in content)
 
 
 def _message_of(message: _Message) -> Message:
