@@ -159,6 +159,23 @@ async def test_a_failing_router_is_tried_a_few_times_and_delays_no_update(
         assert not elsewhere.num_asked
 
 
+async def test_a_webhook_gets_an_engine_that_moves_only_with_its_newest_address() -> None:
+    hook = Hook()
+    async with serving({"/fleet": hook.serve}) as url, FakeFleet() as rig:
+        config = RouterConfig(url=f"{url}/fleet", kind=RouterKind.WEBHOOK)
+        async with feeding(rig, config):
+            await rig.start({"b": 1})
+            for number in range(3):
+                await rig.add_engine("a", address=f"a-{number}", incarnation=f"number-{number}")
+                await rig.publish(number)
+                await hook.until(lambda: hook.knows(number, a=True, b=True))  # noqa: B023
+                assert hook.told[-1]["engines"][0]["url"] == f"http://a-{number}"
+                await asyncio.to_thread(rig.channels["a/0"].close)
+                await hook.until(lambda: hook.knows(number, a=False, b=True))  # noqa: B023
+                assert hook.told[-1]["engines"][0]["url"] == f"http://a-{number}"
+                assert len(hook.told[-1]["engines"]) == 2
+
+
 def test_an_invalid_router_address_is_refused_before_any_start(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -222,6 +239,21 @@ async def router_url(router: tuple[str, str], tmp_path: Path) -> AsyncIterator[s
         await process.wait()
 
 
+async def _until_it_sends_to(router_url: str, answered: set[str], *wanted: str) -> None:
+    """Send requests to the router until the answers come from these engines and from no others."""
+    async with asyncio.timeout(WITHIN_S), aiohttp.ClientSession() as http:
+        while True:
+            answered.clear()
+            for _ in range(6):
+                with contextlib.suppress(aiohttp.ClientError):
+                    question = {"text": "x", "sampling_params": {"max_new_tokens": 1}}
+                    async with http.post(f"{router_url}/generate", json=question) as got:
+                        await got.read()
+            if answered == set(wanted):
+                return
+            await asyncio.sleep(0.2)
+
+
 @pytest.mark.engines
 async def test_real_routers_send_requests_to_routable_engines_alone(router_url: str) -> None:
     is_stuck = False
@@ -235,33 +267,67 @@ async def test_real_routers_send_requests_to_routable_engines_alone(router_url: 
         serving(_engine("a", answered)) as url_a,
         serving(_engine("b", answered)) as url_b,
         FakeFleet(ControlConfig(deadlines=DEADLINES)) as rig,
-        aiohttp.ClientSession() as http,
         feeding(rig, RouterConfig(url=router_url, num_tries=40)),
     ):
         # A scripted engine's name is also its address.
         a, b = (url.removeprefix("http://") for url in (url_a, url_b))
         await rig.start({a: 1})
         await rig.add_engine(b, on_command=stuck)
-
-        async def until_it_sends_to(*wanted: str) -> None:
-            async with asyncio.timeout(WITHIN_S):
-                while True:
-                    answered.clear()
-                    for _ in range(6):
-                        with contextlib.suppress(aiohttp.ClientError):
-                            question = {"text": "x", "sampling_params": {"max_new_tokens": 1}}
-                            async with http.post(f"{router_url}/generate", json=question) as got:
-                                await got.read()
-                    if answered == set(wanted):
-                        return
-                    await asyncio.sleep(0.2)
-
         await rig.publish(0)
-        await until_it_sends_to("a", "b")
+        await _until_it_sends_to(router_url, answered, "a", "b")
         is_stuck = True
         await rig.publish(1)
-        await until_it_sends_to("a")
+        await _until_it_sends_to(router_url, answered, "a")
         is_stuck = False
         report = await rig.publish(2)
         assert set(report.engines) == {a, b}
-        await until_it_sends_to("a", "b")
+        await _until_it_sends_to(router_url, answered, "a", "b")
+
+
+@pytest.mark.engines
+async def test_real_routers_leave_an_old_address_that_still_answers(router_url: str) -> None:
+    answered: set[str] = set()
+    async with (
+        serving(_engine("old", answered)) as old,
+        serving(_engine("new", answered)) as new,
+        FakeFleet(ControlConfig(deadlines=DEADLINES)) as rig,
+        feeding(rig, RouterConfig(url=router_url, num_tries=40)),
+    ):
+        await rig.start({})
+        await rig.add_engine("pod-0", address=old.removeprefix("http://"))
+        await rig.publish(0)
+        await _until_it_sends_to(router_url, answered, "old")
+        # The engine starts again on another host, under the same name.
+        await asyncio.to_thread(rig.channels["pod-0/0"].close)
+        await rig.add_engine("pod-0", address=new.removeprefix("http://"), incarnation="second")
+        await rig.publish(1)
+        await _until_it_sends_to(router_url, answered, "new")
+
+
+@pytest.mark.engines
+async def test_real_routers_leave_an_old_engine_beside_one_that_they_cannot_reach(
+    router_url: str,
+) -> None:
+    is_stuck = False
+
+    def stuck(command: Command) -> None:
+        if is_stuck and isinstance(command, Pause):
+            raise RuntimeError("stuck")
+
+    answered: set[str] = set()
+    async with (
+        serving(_engine("a", answered)) as url_a,
+        serving(_engine("b", answered)) as url_b,
+        FakeFleet(ControlConfig(deadlines=DEADLINES)) as rig,
+        feeding(rig, RouterConfig(url=router_url, num_tries=40, deadline_s=2.0)),
+    ):
+        await rig.start({})
+        await rig.add_engine("a", address=url_a.removeprefix("http://"))
+        await rig.add_engine("b", address=url_b.removeprefix("http://"), on_command=stuck)
+        await rig.publish(0)
+        await _until_it_sends_to(router_url, answered, "a", "b")
+        # Nothing listens on this port.
+        await rig.add_engine("aa", address=f"127.0.0.1:{free_port()}")
+        is_stuck = True
+        await rig.publish(1)
+        await _until_it_sends_to(router_url, answered, "a")

@@ -118,9 +118,11 @@ def fake_hello(
     job: str = "",
     endpoint: PeerEndpoint | None = None,
     mixed_weights: bool = False,
+    address: str = "",
 ) -> Hello:
-    """Return the first frame of a rank."""
-    url = f"http://{group}" if manifest.role is Role.ENGINE and rank == 0 else ""
+    """Return the first frame of a rank. `address` is the address of an engine; by default, it is the engine's name."""
+    is_engine = manifest.role is Role.ENGINE and rank == 0
+    url = f"http://{address or group}" if is_engine else ""
     return Hello(
         protocol_version=PROTOCOL_VERSION,
         worker=manifest.worker,

@@ -160,6 +160,7 @@ class FakeFleet:
         served_version: int = -1,
         lineage: str = "",
         manifest: ShardManifest | None = None,
+        address: str = "",
     ) -> list[FakeEngineRank]:
         """Connect every rank of an engine."""
         made = []
@@ -177,6 +178,7 @@ class FakeFleet:
                 incarnation=incarnation,
                 served_version=served_version,
                 lineage=lineage or self.coordinator.run.lineage,
+                address=address,
             )
             await self.connect(hello, rank)
             made.append(rank)

@@ -31,7 +31,7 @@ BACKOFF = Backoff(0.1, 3.0)
 MAX_ANSWER_NBYTES = 1 << 22
 """Largest size of a router's answer."""
 MAX_SEEN = 4096
-"""Number of engines that `RouterUpdates` remembers, so that it can make routers remove disconnected engines."""
+"""Number of URLs of engines that `RouterUpdates` remembers, so that it can make routers remove disconnected engines."""
 
 
 class _Fleet(msgspec.Struct, frozen=True):
@@ -40,10 +40,12 @@ class _Fleet(msgspec.Struct, frozen=True):
     Attributes:
         published_version: version that every routable engine serves.
         engines: engines that are or were connected to this controller, sorted by name.
+        former_urls: URLs at which engines were connected that now have another URL.
     """
 
     published_version: int
     engines: tuple[EngineState, ...]
+    former_urls: tuple[str, ...] = ()
 
 
 async def _tell_webhook(http: aiohttp.ClientSession, url: str, fleet: _Fleet) -> bool:
@@ -84,11 +86,11 @@ async def _tell_workers(http: aiohttp.ClientSession, url: str, fleet: _Fleet) ->
 
     Workers that are not engines of this fleet stay unchanged. sglang-router 0.3 (SGLang's model gateway) and
     vllm-router 0.1 have the same routes: GET lists workers, POST `{"url": ...}` adds a worker, and DELETE takes the
-    worker's id, or its quoted URL if the worker has no id. vllm-router adds a worker before it answers;
-    sglang-router answers 202, asks the engine and then adds the worker.
+    worker's id, or its quoted URL if the worker has no id. vllm-router asks the engine and adds the worker before it
+    answers, and refuses an engine that does not answer. sglang-router answers 202, asks the engine and then adds the worker.
 
     Raises:
-        ProtocolError: the router's list cannot be decoded.
+        ProtocolError: the router's list cannot be decoded, or the router refused a change. All other changes are made.
     """
     url = f"{url.rstrip('/')}/workers"
     async with http.get(url) as answer:
@@ -98,19 +100,32 @@ async def _tell_workers(http: aiohttp.ClientSession, url: str, fleet: _Fleet) ->
     except msgspec.MsgspecError as error:
         raise ProtocolError(f"{url}: {error}") from error
     known = {worker.url.rstrip("/"): worker for worker in listed}
-    is_right = True
-    for engine in fleet.engines:
-        worker = known.get(engine.url.rstrip("/"))
-        if engine.routable == (worker is not None):
-            continue
-        is_right = False
-        if worker is None:
-            change = http.post(url, json={"url": engine.url})
-        else:
-            change = http.delete(f"{url}/{quote(worker.id or worker.url, safe='')}")
-        async with change as answer:
-            await _body_of(answer)
-    return is_right
+    wanted = {engine.url.rstrip("/"): engine.routable for engine in fleet.engines}
+    wanted |= {former.rstrip("/"): False for former in fleet.former_urls}
+    changes = [
+        _body_at(http, "DELETE", f"{url}/{quote(known[each].id or known[each].url, safe='')}")
+        for each, routable in wanted.items()
+        if not routable and each in known
+    ]
+    changes += [
+        _body_at(http, "POST", url, {"url": engine.url})
+        for engine in fleet.engines
+        if engine.routable and engine.url.rstrip("/") not in known
+    ]
+    # Make all changes at the same time. An engine that the router cannot add must not keep an old engine in its list.
+    found = await asyncio.gather(*changes, return_exceptions=True)
+    for each in found:
+        if isinstance(each, BaseException):
+            raise each
+    return not changes
+
+
+async def _body_at(
+    http: aiohttp.ClientSession, method: str, url: str, content: object = None
+) -> bytes:
+    """Send a request to a router, and return the body of the response; see `_body_of`."""
+    async with http.request(method, url, json=content) as answer:
+        return await _body_of(answer)
 
 
 async def _body_of(answer: aiohttp.ClientResponse) -> bytes:
@@ -161,6 +176,7 @@ class RouterUpdates:
         for each in self._routers:
             check_url(each.url, "RouterConfig: url")
         self._seen: dict[str, EngineState] = {}
+        """URL -> engine that was connected with this URL most recently."""
         self._changed = [asyncio.Event() for _ in self._routers]
         self._tasks: list[asyncio.Task[None]] = []
 
@@ -192,8 +208,8 @@ class RouterUpdates:
         """Record the connected engines. Start notifications if a version is published and no round runs."""
         for engine in self._coordinator.fleet.states():
             if engine.url:
-                self._seen.pop(engine.name, None)
-                self._seen[engine.name] = engine
+                self._seen.pop(engine.url, None)
+                self._seen[engine.url] = engine
         while len(self._seen) > MAX_SEEN:
             del self._seen[next(iter(self._seen))]
         if not self._coordinator.in_round and self._coordinator.fleet.published >= 0:
@@ -203,14 +219,17 @@ class RouterUpdates:
     def _fleet(self) -> _Fleet:
         """Return all known engines. Leave out a disconnected engine if a connected engine has its name or its URL."""
         there = [engine for engine in self._coordinator.fleet.states() if engine.url]
-        taken = {engine.name for engine in there} | {engine.url for engine in there}
-        gone = [
+        urls, names = {engine.url for engine in there}, {engine.name for engine in there}
+        gone = [engine for engine in self._seen.values() if engine.url not in urls]
+        # An engine may have had several URLs. The last one is the newest.
+        newest = {engine.name: engine for engine in gone if engine.name not in names}
+        engines = there + [
             msgspec.structs.replace(engine, status=EngineStatus.GONE, reason="is not connected")
-            for engine in self._seen.values()
-            if taken.isdisjoint((engine.name, engine.url))
+            for engine in newest.values()
         ]
-        engines = sorted((*there, *gone), key=lambda engine: engine.name)
-        return _Fleet(self._coordinator.fleet.published, tuple(engines))
+        former = {engine.url for engine in gone} - {engine.url for engine in newest.values()}
+        engines.sort(key=lambda engine: engine.name)
+        return _Fleet(self._coordinator.fleet.published, tuple(engines), tuple(sorted(former)))
 
     async def _keep_told(self, config: RouterConfig, changed: asyncio.Event, token: str) -> None:
         """When `changed` is set, notify one router, unless the router has already confirmed the current fleet."""
