@@ -16,8 +16,8 @@ import openai
 import pytest
 import tokenizers
 import transformers
-from agent_checkpoint import ANSWER, CALL, END, TOOL
-from chat_fleet import QUESTION, TOKEN, Client, tool_loop
+from agent_checkpoint import ANSWER, CALL, END, TOOL, write_agent_checkpoint
+from chat_fleet import QUESTION, TOKEN, Client, serving, tool_loop
 from fake_engine import FakeEngine
 
 from windlass.errors import ConfigError
@@ -431,6 +431,45 @@ async def test_choices_of_one_seeded_request_differ(rig: Rig) -> None:
 
     rollout = await rig.run(agent)
     assert len({turn.output.output_ids for turn in rollout.turns}) == 4
+
+
+async def test_a_template_of_mistral_accepts_the_ids_of_calls(tmp_path: Path) -> None:
+    call = (
+        "[TOOL_CALLS]",
+        ' [{"name": "',
+        "ad",
+        'd", "arguments": {"a": ',
+        "17, ",
+        '"b": ',
+        "25}}]",
+    )
+    folder = write_agent_checkpoint(tmp_path, call=call)
+    tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
+    template = tokenizer.chat_template
+    for name, after in (
+        ("call.id", "{%- for call in message.tool_calls or [] -%}"),
+        ("message.tool_call_id", "{%- elif message.role == 'tool' -%}"),
+    ):
+        assert template.count(after) == 1
+        # The templates of Mistral's models contain this check.
+        check = f"{{%- if {name} | length != 9 %}}{{{{ raise_exception('must have 9 characters') }}}}{{% endif -%}}"
+        template = template.replace(after, after + check)
+    tokenizer.chat_template = template
+    tokenizer.save_pretrained(folder)
+    async with AsyncExitStack() as stack:
+        engine, _ = stack.enter_context(serving(folder))
+        rig = Rig(stack, engine, folder)
+
+        async def agent(context: WorkflowContext) -> str:
+            async with context.chat_endpoint() as session:
+                messages = await tool_loop(rig.client(session), [QUESTION])
+                assert session.branches == []
+            (found,) = messages[1]["tool_calls"]
+            assert found["id"].isalnum()
+            return str(messages[-1]["content"])
+
+        rollout = await rig.run(agent, tool_format="mistral")
+    assert (rollout.value, len(rollout.turns)) == ("The sum is 42.", 2)
 
 
 def test_a_demanded_call_becomes_a_json_schema() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import secrets
+import string
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
@@ -18,6 +19,10 @@ Parser = Callable[[str], tuple[str, list[ToolCall]]]
 """Function that takes generated text, and returns the text without its calls, and the calls. Text with an invalid call
 stays text: the agent can then answer with an error."""
 
+NUM_ID_CHARACTERS = 9
+"""Length of the id of a call. Chat templates of Mistral refuse ids of other lengths."""
+_ID_CHARACTERS = string.ascii_letters + string.digits
+
 _decode = msgspec.json.Decoder().decode
 
 
@@ -31,7 +36,8 @@ class _Call(msgspec.Struct, frozen=True):
 
 def _new_call(name: str, arguments: str) -> ToolCall:
     """Return a call with a new random id."""
-    return ToolCall(f"call_{secrets.token_hex(12)}", name, arguments)
+    found = "".join(secrets.choice(_ID_CHARACTERS) for _ in range(NUM_ID_CHARACTERS))
+    return ToolCall(found, name, arguments)
 
 
 def _from_json(text: str) -> list[ToolCall]:
