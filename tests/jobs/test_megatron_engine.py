@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import sys
-from collections.abc import Mapping
+from collections.abc import AsyncIterator, Mapping
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -146,21 +147,53 @@ async def test_steps_over_nccl_equal_those_of_transformers(
     tmp_path: Path, config: Mapping[str, Any], layout: dict[str, Any]
 ) -> None:
     alone = Alone(config, tmp_path)
-    (tmp_path / "sequence.json").write_text(json.dumps([0] * NUM_TOKENS))
+    async with two_ranks(tmp_path, layout | {"device": "cuda"}, num_gpus=1) as (trainers, _):
+        await check_steps(trainers, alone, tmp_path, "")
+
+
+@contextlib.asynccontextmanager
+async def two_ranks(
+    folder: Path, layout: Mapping[str, Any], *, num_gpus: int = 0
+) -> AsyncIterator[tuple[TrainController, str]]:
+    """Start two ranks. Yield their controller, and the address at which they can be started again."""
+    (folder / "sequence.json").write_text(json.dumps([0] * NUM_TOKENS))
     controller = windlass.Controller(token=TOKEN)
-    async with LocalScheduler(tmp_path / "logs") as scheduler:
+    async with LocalScheduler(folder / "logs") as scheduler:
         trainers = TrainController(
             scheduler,
-            command=(sys.executable, RANK, str(tmp_path), json.dumps(layout | {"device": "cuda"})),
+            command=(sys.executable, RANK, str(folder), json.dumps(layout)),
             world_size=2,
-            num_gpus=1,
+            num_gpus=num_gpus,
             token=TOKEN,
         )
         trainers.mount(controller.server)
         async with controller:
             await trainers.start(controller.url, deadline_s=DEADLINE_S)
-            await check_steps(trainers, alone, tmp_path, "")
+            yield trainers, controller.url
             await trainers.close(grace_s=5)
+
+
+async def test_checkpoint_has_the_parameters_that_other_ranks_have_updated(tmp_path: Path) -> None:
+    """With `overlap_param_gather`, a rank gets the parameters of other ranks only in the next forward pass."""
+    Alone(DENSE, tmp_path)
+    layout = {"distributed": True, "overlaps": True, "bf16": True}
+    async with two_ranks(tmp_path, layout) as (trainers, url):
+        await trainers.train_step(0, groups_of(0), deadline_s=DEADLINE_S)
+        await trainers.save(str(tmp_path / "saved"), deadline_s=DEADLINE_S)
+        expected = await trainers.train_step(1, groups_of(1), deadline_s=DEADLINE_S)
+        await trainers.start(url, deadline_s=DEADLINE_S)
+        await trainers.load(str(tmp_path / "saved"), deadline_s=DEADLINE_S)
+        found = await trainers.train_step(1, groups_of(1), deadline_s=DEADLINE_S)
+        assert found.ranks == expected.ranks
+
+
+async def test_mean_over_samples_does_not_depend_on_calculate_per_token_loss(
+    tmp_path: Path,
+) -> None:
+    alone = Alone(DENSE, tmp_path)
+    async with two_ranks(tmp_path, {"per_token": True}) as (trainers, _):
+        result = await trainers.train_step(0, groups_of(0), deadline_s=DEADLINE_S)
+        check_step(result.ranks, alone.step(0, LR), LR)
 
 
 async def check_steps(

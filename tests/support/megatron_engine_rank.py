@@ -31,8 +31,10 @@ def main(folder: Path, layout: dict[str, Any]) -> None:
 
     config = json.loads((folder / "config.json").read_text())
     spec = spec_of(config)
-    distributed = layout.pop("distributed", False)
-    case = Case("engine", spec, config=config, **layout)
+    distributed, overlaps = layout.pop("distributed", False), layout.pop("overlaps", False)
+    dtype = torch.bfloat16 if layout.pop("bf16", False) else torch.float32
+    per_token = layout.pop("per_token", False)
+    case = Case("engine", spec, config=config, dtype=dtype, **layout)
     checkpoint = load_file(folder / "model.safetensors")
 
     def chunk(config: Any, first: bool, last: bool, stage: int | None) -> torch.nn.Module:
@@ -48,17 +50,22 @@ def main(folder: Path, layout: dict[str, Any]) -> None:
         mask = torch.ones(1, 1, ids.shape[1], ids.shape[1], dtype=torch.bool, device=device).triu(1)
         return model(ids, place, mask, labels=ids.roll(-1, 1)), lambda losses: losses[:, :-1].mean()
 
+    settings = config_of(case)
+    settings.calculate_per_token_loss = per_token
     engine = MegatronEngine(
-        config=config_of(case),
+        config=settings,
         model=chunk,
         optimizer=OptimizerConfig(
             optimizer="adam", lr=LR, min_lr=0.0, weight_decay=0.0, clip_grad=NORM, adam_eps=1e-8,
-            use_distributed_optimizer=distributed, params_dtype=torch.float32,
+            use_distributed_optimizer=distributed, params_dtype=dtype, bf16=dtype is torch.bfloat16,
+            overlap_param_gather=overlaps,
         ),
         forward=forward,
         family=config["model_type"],
         vocab_size=spec.vocab_size,
-        ddp=DistributedDataParallelConfig(use_distributed_optimizer=distributed),
+        ddp=DistributedDataParallelConfig(
+            use_distributed_optimizer=distributed, overlap_grad_reduce=overlaps, overlap_param_gather=overlaps,
+        ),
         lr_schedule=lambda optimizer: OptimizerParamScheduler(
             optimizer, init_lr=LR, max_lr=LR, min_lr=0.0, lr_warmup_steps=0, lr_decay_steps=10,
             lr_decay_style="linear", start_wd=0.0, end_wd=0.0, wd_incr_steps=1, wd_incr_style="constant",

@@ -40,7 +40,7 @@ from windlass.jobs.megatron_cpu import install, without_cuda_tensors
 from windlass.jobs.train_worker import TrainContext, TrainEngine
 from windlass.trainers.client import TrainerClient
 from windlass.trainers.exporter import Exporter
-from windlass.trainers.megatron import connect_megatron_trainer
+from windlass.trainers.megatron import connect_megatron_trainer, make_whole
 from windlass.transports.registry import TransportConfig
 
 BuildChunk = Callable[[TransformerConfig, bool, bool, int | None], torch.nn.Module]
@@ -156,7 +156,8 @@ class MegatronEngine(TrainEngine):
     def setup(self, context: TrainContext) -> tuple[int, int]:
         """Start all process groups, build the chunks and the optimizer, and connect to the fleet. Collective.
 
-        Set the random seeds, and the callbacks in Megatron's configuration that scale, finalise and defer gradients.
+        Set the random seeds, and the callbacks in Megatron's configuration that scale, finalise and defer gradients. Also
+        set `calculate_per_token_loss` to False: `loss_mean` is the unit of the mean.
 
         Returns:
             Data-parallel rank of this rank, and number of data-parallel ranks.
@@ -177,6 +178,8 @@ class MegatronEngine(TrainEngine):
         seed = self._seed + 100 * parallel_state.get_pipeline_model_parallel_rank()
         torch.manual_seed(seed)
         tensor_parallel.model_parallel_cuda_manual_seed(seed)
+        # With this setting, Megatron would add the gradients of data-parallel ranks, and expect sums of losses.
+        config.calculate_per_token_loss = False
         self._chunks = [self._chunk(stage) for stage in self._stages()]
         self._optimizer = get_megatron_optimizer(self._options, list(self._chunks))
         config.grad_scale_func = self._optimizer.scale_loss
@@ -312,6 +315,8 @@ class MegatronEngine(TrainEngine):
         checkpoint format that allows different sizes.
         """
         Path(path).mkdir(parents=True, exist_ok=True)
+        # With `overlap_param_gather`, this rank still has old values of the parameters that other ranks have updated.
+        make_whole(self._chunks)
         dist_checkpointing.save(self._state(is_loading=False), path)
 
     @torch.no_grad()
