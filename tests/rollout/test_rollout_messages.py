@@ -5,8 +5,10 @@ from __future__ import annotations
 import asyncio
 import re
 import tracemalloc
+from typing import Any
 
 import msgspec
+import numpy as np
 import pytest
 
 from windlass.errors import ConfigError, ProtocolError
@@ -25,6 +27,7 @@ from windlass.rollout.messages import (
     RolloutTask,
     TaskBatch,
     Turn,
+    TurnIncrement,
     WorkerHello,
     decode_outcome,
     decode_outcomes,
@@ -166,6 +169,14 @@ def test_an_outcome_that_the_controller_would_refuse_is_sent_as_an_error() -> No
             assert "the outcome cannot be sent: it must have at most" in sent.error
         else:
             assert sent == large
+
+
+def test_an_outcome_that_cannot_be_encoded_is_sent_as_an_error() -> None:
+    ids: Any = (np.int64(3),)
+    turn = TurnIncrement((1, 2), Partial(ids, (-0.5,), (7,)), "stop")
+    sent = decode_outcome(encode_for_controller(msgspec.structs.replace(outcome(), turns=(turn,))))
+    assert sent.status is OutcomeStatus.ERROR
+    assert "the outcome cannot be sent: Encoding objects of type numpy.int64" in sent.error
 
 
 def test_whole_turns_of_an_older_journal_are_read() -> None:

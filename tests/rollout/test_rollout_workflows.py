@@ -16,6 +16,7 @@ import numpy as np
 import pytest
 import torch
 from fake_engine import FakeEngine, expected_tokens
+from kept_port import free_port
 
 from windlass.errors import ConfigError, PeerTimeout, RolloutError
 from windlass.net.server import ControlServer
@@ -148,6 +149,63 @@ async def test_an_exception_of_a_workflow_fails_only_its_rollout(
     )
     assert rollout.value == {"reward": 0.5, "ids": [1, 2], "ok": True}
     assert rig.controller.stats().lost == 0
+
+
+class NoText(Exception):
+    def __str__(self) -> str:
+        return self.args[0]  # type: ignore[no-any-return]
+
+
+async def breaks(context: WorkflowContext) -> object:
+    if context.arguments == "turns":
+        context.turns.append("no turn")  # type: ignore[arg-type]
+        return 1.0
+    raise NoText({"code": 3})
+
+
+@pytest.mark.parametrize(
+    ("how", "error"),
+    [
+        ("text", r"NoText: \(no text: its __str__ raised TypeError\)"),
+        ("turns", r"AttributeError: 'str' object has no attribute 'prompt_ids'"),
+    ],
+)
+async def test_an_attempt_without_a_valid_outcome_fails_at_once(
+    rig: Rig, how: str, error: str
+) -> None:
+    await rig.start()
+    rig.controller.run_here({"breaks": breaks})
+    failing = rig.controller.submit_workflow("breaks", how, SAMPLING)
+    with pytest.raises(RolloutError, match=error):
+        await rig.controller.wait([failing], deadline_s=30)
+    assert rig.controller.stats().lost == 0
+
+
+async def in_task_group(context: WorkflowContext) -> None:
+    async def reject() -> None:
+        raise Reject("no tool was called")
+
+    async with asyncio.TaskGroup() as outer, asyncio.TaskGroup() as group:
+        outer.create_task(asyncio.sleep(60))
+        group.create_task(asyncio.sleep(60))
+        if context.arguments == "reject":
+            group.create_task(reject())
+        else:
+            group.create_task(context.generate((1, 2)))
+
+
+async def test_errors_in_task_groups_count_as_their_first_error(rig: Rig) -> None:
+    await rig.start()
+    rig.controller.run_here({"in_task_group": in_task_group})
+    rejected = rig.controller.submit_workflow("in_task_group", "reject", SAMPLING)
+    with pytest.raises(RolloutError, match=r"rejected 3 times .*: no tool was called"):
+        await rig.controller.wait([rejected], deadline_s=30)
+    rig.engines.set([("dead", f"http://127.0.0.1:{free_port()}", -1)])
+    failing = rig.controller.submit_workflow("in_task_group", "engine", SAMPLING)
+    # An engine that restarts may be away for more than three attempts.
+    with pytest.raises(RolloutError, match=r"failed 8 times .*: engine dead .*: no connection"):
+        await rig.controller.wait([failing], deadline_s=30)
+    assert rig.controller.failed_alike == 0
 
 
 async def test_a_killed_worker_in_the_middle_of_a_thousand_conversations_loses_none(

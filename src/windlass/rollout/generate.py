@@ -13,7 +13,7 @@ import msgspec
 from windlass.errors import DECODE_ERRORS, PeerUnreachable, RolloutError
 from windlass.net.clock import Backoff
 from windlass.net.sockets import connection_error
-from windlass.rollout.messages import ErrorKind, OnAbort, Partial, RolloutTask, Turn
+from windlass.rollout.messages import ErrorKind, OnAbort, Partial, RolloutTask, TurnIncrement
 from windlass.rollout.tensors import SampleTensor
 from windlass.sampling import SamplingParams
 
@@ -42,7 +42,7 @@ class AttemptResult(msgspec.Struct, frozen=True):
 
     tokens: Partial = Partial()
     finish_reason: str = ""
-    turns: tuple[Turn, ...] = ()
+    turns: tuple[TurnIncrement, ...] = ()
     value: bytes = b""
     text: str = ""
     tensors: dict[str, SampleTensor] = {}

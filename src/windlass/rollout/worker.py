@@ -415,16 +415,17 @@ class RolloutWorker(Client[WriteTensors, TensorsWritten, WorkerWelcome | TaskBat
 
 
 def encode_for_controller(outcome: RolloutOutcome) -> bytes:
-    """Return the encoded outcome. If the controller would refuse `outcome`, return an encoded outcome with an error."""
-    encoded = encode(outcome)
-    if len(encoded) <= CHECKED_NBYTES:
-        return encoded
+    """Return the encoded outcome. If it cannot be sent, or the controller would refuse it, return an outcome with an error."""
     try:
+        encoded = encode(outcome)
+        if len(encoded) <= CHECKED_NBYTES:
+            return encoded
         if len(encoded) <= MAX_OUTCOME_NBYTES:
             decode_outcome(encoded)
             return encoded
         reason = f"it must have at most {MAX_OUTCOME_NBYTES} bytes, got {len(encoded)}"
-    except ProtocolError as error:
+    # A workflow may have put values into its turns that msgpack cannot encode.
+    except (ProtocolError, TypeError, ValueError, OverflowError) as error:
         reason = str(error)
     return encode(
         msgspec.structs.replace(

@@ -18,7 +18,7 @@ from typing import final
 import aiohttp
 import msgspec
 
-from windlass.errors import ConfigError, RolloutError
+from windlass.errors import ConfigError, RolloutError, text_of
 from windlass.net.logs import TRACEBACK_EVERY_S, LineLimit, log_fields
 from windlass.rollout.chat.conversations import Conversations
 from windlass.rollout.chat.messages import Message as ChatMessage
@@ -405,7 +405,7 @@ class Attempts:
                 deadline.cancel()
         what = f"workflow {task.workflow}: "
         return AttemptResult(
-            turns=tuple(context.turns),
+            turns=increments(context.turns),
             value=encode_value(f"{what}value", value),
             tensors=await self._hold(check_tensors(what, context.tensors))
             if context.tensors
@@ -443,7 +443,7 @@ class Attempts:
         try:
             return await workflow(context)
         except (SystemExit, KeyboardInterrupt) as error:
-            raised = f"{type(error).__name__}: {error}"
+            raised = f"{type(error).__name__}: {text_of(error)}"
         except asyncio.CancelledError:
             task = asyncio.current_task()
             if task is None or task.cancelling():
@@ -481,25 +481,24 @@ class Attempts:
                     error = f"workflow {task.workflow}: the attempt did not end within {task.deadline_s:.3f} s"
                 case _:
                     status = OutcomeStatus.CANCELLED
-        elif (failure := job.exception()) is None:
+        elif (raised := job.exception()) is None:
             status, result = OutcomeStatus.ACCEPTED, job.result()
-        elif isinstance(failure, Reject):
-            status, error = OutcomeStatus.REJECTED, str(failure)
-        elif isinstance(failure, TooOld):
-            status, error = OutcomeStatus.STALE, str(failure)
         else:
-            status, error = OutcomeStatus.ERROR, str(failure)
-            if isinstance(failure, AttemptError):
+            failure = _first(raised)
+            status, error = OutcomeStatus.ERROR, text_of(failure)
+            if isinstance(failure, Reject):
+                status = OutcomeStatus.REJECTED
+            elif isinstance(failure, TooOld):
+                status = OutcomeStatus.STALE
+            elif isinstance(failure, AttemptError):
                 result = AttemptResult(Partial() if task.workflow else failure.partial)
                 kind = failure.kind
             else:
-                self._log_raised(task, failure)
-                error = f"worker {self._worker}: {type(failure).__name__}: {failure}"
+                self._log_raised(task, raised)
+                error = f"worker {self._worker}: {type(failure).__name__}: {error}"
                 # If the worker cancelled the attempt, the cancellation may have caused this exception. The next attempt may
                 # then succeed.
                 kind = ErrorKind.RAISED if cancelled is None else ErrorKind.PASSING
-        # A lone surrogate in the text cannot be encoded as UTF-8.
-        error = error.encode("utf-8", "replace").decode()
         outcome = RolloutOutcome(
             task_id=task.task_id,
             attempt=task.attempt,
@@ -511,7 +510,7 @@ class Attempts:
             finish_reason=result.finish_reason,
             error=error,
             error_kind=kind,
-            turns=increments(result.turns),
+            turns=result.turns,
             value=result.value,
             prompt_ids=self._prompt_ids.pop((task.task_id, task.attempt), ()),
             text=result.text,
@@ -524,3 +523,13 @@ class Attempts:
             ):
                 logger.debug("attempt %s %s", status.value, error)
         return outcome
+
+
+def _first(raised: BaseException) -> BaseException:
+    """Return the first exception of a group, such as an `asyncio.TaskGroup` raises; any other exception unchanged.
+
+    The first exception is the cause: it has cancelled the other tasks of the group.
+    """
+    while isinstance(raised, BaseExceptionGroup):
+        raised = raised.exceptions[0]
+    return raised
