@@ -241,6 +241,52 @@ async def test_clients_may_write_arguments_in_another_way_and_drop_reasoning(
     assert continued.branch == ""
 
 
+async def test_reasoning_that_the_agent_returns_tells_equal_answers_apart(folder: Path) -> None:
+    conversations = Conversations(ModelText(str(folder)))
+    question, result = Message("user", "x"), Message("tool", "3", tool_call_id="call_1")
+    prompt = await conversations.prompt([question], NO_TOOLS)
+    call = ToolCall("call_1", "add", "{}")
+    for reasoning, generated in (("One.", (400, 401)), ("Two.", (402, 403)), ("Two.", (404, 405))):
+        answer = Message("assistant", "", reasoning, (call,))
+        conversations.answered(prompt, NO_TOOLS, answer, generated)
+    for reasoning, ids in (("One.", (400, 401)), (" Two.\n", (404, 405)), ("", (404, 405))):
+        echoed = Message("assistant", "", reasoning, (call,))
+        continued = await conversations.prompt([question, echoed, result], NO_TOOLS)
+        assert continued.ids[: len(prompt.ids) + 2] == prompt.ids + ids
+        assert continued.branch == ""
+
+
+async def test_reasoning_of_a_foreign_history_reaches_the_template(
+    rig: Rig, tokenizer: Any
+) -> None:
+    call = {"id": "call_1", "type": "function", "function": {"name": "add", "arguments": "{}"}}
+    result = {"role": "tool", "tool_call_id": "call_1", "content": "3"}
+    items = [
+        {"role": "user", "content": "x"},
+        {
+            "type": "reasoning",
+            "id": "rs_1",
+            "summary": [],
+            "content": [{"type": "reasoning_text", "text": "Hm."}],
+        },
+        {"type": "function_call", "call_id": "call_1", "name": "add", "arguments": "{}"},
+        {"type": "function_call_output", "call_id": "call_1", "output": "3"},
+    ]
+
+    async def agent(context: WorkflowContext) -> None:
+        async with context.chat_endpoint() as session:
+            client = rig.client(session)
+            for name in ("reasoning_content", "reasoning"):
+                called = {"role": "assistant", "content": None, "tool_calls": [call], name: "Hm."}
+                await client.chat([{"role": "user", "content": "x"}, called, result])
+            await client.ask("/responses", {"input": items})
+
+    rollout = await rig.run(agent)
+    assert len(rollout.turns) == 3
+    for turn in rollout.turns:
+        assert "<think>Hm.</think>" in tokenizer.decode(turn.prompt_ids)
+
+
 async def test_a_template_that_drops_reasoning_begins_a_branch(folder: Path) -> None:
     conversations = Conversations(ModelText(str(folder)))
     question = Message("user", "x")

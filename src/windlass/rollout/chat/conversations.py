@@ -54,6 +54,16 @@ class _Answered:
     prompt_ids: tuple[int, ...]
     output_ids: tuple[int, ...]
 
+    @property
+    def reasoning(self) -> tuple[str, ...]:
+        """Reasoning of each message."""
+        return tuple(message.reasoning.strip() for message in self.messages)
+
+    def num_equal_reasoning(self, messages: Sequence[Message]) -> int:
+        """Return the number of messages of a conversation that have the reasoning of the recorded ones."""
+        pairs = zip(self.reasoning, messages, strict=False)
+        return sum(message.reasoning.strip() == own != "" for own, message in pairs)
+
 
 @final
 class Conversations:
@@ -62,7 +72,8 @@ class Conversations:
     def __init__(self, text: TextCodec) -> None:
         self._text = text
         self._ends: tuple[str, str] | None = None
-        self._answered: dict[bytes, _Answered] = {}
+        self._answered: dict[bytes, tuple[_Answered, ...]] = {}
+        """Fingerprint of a conversation -> its answers with different reasoning, the newest first."""
         self._texts: list[tuple[str, tuple[int, ...]]] = []
 
     async def prompt(self, messages: Sequence[Message], template: Template) -> Prompt:
@@ -84,7 +95,10 @@ class Conversations:
         """Record an answer of the engine, so that later prompts can continue it."""
         messages = (*prompt.messages, answer)
         known = _Answered(messages, prompt.ids, output_ids)
-        self._answered[fingerprints(messages, template)[-1]] = known
+        digest = fingerprints(messages, template)[-1]
+        alike = self._answered.get(digest, ())
+        others = (each for each in alike if each.reasoning != known.reasoning)
+        self._answered[digest] = (known, *others)
 
     async def text_prompt(self, text: str, *, add_special_tokens: bool = True) -> Prompt:
         """Return the prompt of a text.
@@ -116,7 +130,8 @@ class Conversations:
     def _prompt(self, messages: tuple[Message, ...], template: Template) -> Prompt:
         """Return a prompt that continues the latest recorded answer in the conversation; a new prompt if there is none."""
         for digest in reversed(fingerprints(messages, template)):
-            if (known := self._answered.get(digest)) is not None:
+            if alike := self._answered.get(digest):
+                known = max(alike, key=lambda each: each.num_equal_reasoning(messages))
                 # Use the recorded messages: clients may drop the reasoning of earlier answers.
                 whole = (*known.messages, *messages[len(known.messages) :])
                 return self._continued(known, whole, template)

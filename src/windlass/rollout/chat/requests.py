@@ -54,6 +54,9 @@ class _Message(msgspec.Struct, frozen=True):
     name: str | None = None
     tool_calls: list[_ToolCall] | None = None
     tool_call_id: str | None = None
+    # Extensions of vLLM and SGLang. Some clients return other values than text.
+    reasoning_content: object = None
+    reasoning: object = None
 
 
 class _FunctionSchema(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -485,9 +488,12 @@ def _message_of(message: _Message) -> Message:
         ToolCall(call.id, call.function.name, call.function.arguments)
         for call in message.tool_calls or ()
     )
+    texts = (message.reasoning_content, message.reasoning)
+    reasoning = next((text for text in texts if text and isinstance(text, str)), "")
     return Message(
         "system" if message.role == "developer" else message.role,
         _text_of("messages", message.content),
+        reasoning if message.role == "assistant" else "",
         tool_calls=calls,
         tool_call_id=message.tool_call_id or "",
         name=message.name or "",
@@ -495,24 +501,31 @@ def _message_of(message: _Message) -> Message:
 
 
 def _messages_of_items(items: Sequence[_Item]) -> list[Message]:
-    """Return the messages of the items in a request's `input`. Items of one answer (texts and calls) become one message.
+    """Return the messages of the items in a request's `input`.
+
+    Items of one answer (reasoning, texts and calls) become one message.
 
     Raises:
         ConfigError: the type of an item is not supported, or its content is not text.
     """
     found: list[Message] = []
+    reasoning = ""
     for item in items:
         if item.type == "reasoning":
+            parts = item.content if isinstance(item.content, list) else []
+            reasoning += "".join(part.text for part in parts if part.type == "reasoning_text")
             continue
+        begun, reasoning = reasoning, ""
         if item.type == "function_call_output":
             found.append(Message("tool", _text_of("input", item.output), tool_call_id=item.call_id))
             continue
         if item.type == "function_call":
             calls = (ToolCall(item.call_id, item.name, item.arguments),)
-            message = Message("assistant", "", tool_calls=calls)
+            message = Message("assistant", "", begun, calls)
         elif item.type == "message":
             role = "system" if item.role == "developer" else item.role
-            message = Message(role, _text_of("input", item.content))
+            text = _text_of("input", item.content)
+            message = Message(role, text, begun if role == "assistant" else "")
         else:
             raise ConfigError(f"input: item type {item.type!r} is not supported")
         last = found[-1] if found else None
@@ -520,6 +533,7 @@ def _messages_of_items(items: Sequence[_Item]) -> list[Message]:
             found[-1] = msgspec.structs.replace(
                 last,
                 content=last.content + message.content,
+                reasoning=last.reasoning + message.reasoning,
                 tool_calls=last.tool_calls + message.tool_calls,
             )
         else:
