@@ -23,7 +23,7 @@ from windlass.layout.dtypes import CASTS, DType, can_overflow
 from windlass.layout.quantization import BLOCK, CAPABILITIES, Scheme, scale_shape
 from windlass.memory.cuda.gpu import Gpu
 from windlass.memory.cuda.links import WORDS_NBYTES, load_table, read_digest, read_sent
-from windlass.memory.cuda.pieces import cut_ops, kind_of, store_packed
+from windlass.memory.cuda.pieces import cut_link, kind_of, store_packed
 from windlass.memory.host import pack_op
 from windlass.memory.torch_dtypes import torch_dtype
 from windlass.planning.plan import CopyMode, Transform
@@ -207,7 +207,7 @@ class KernelCasts(CastConformance):
         # The link starts with another op, so that the positions of this op do not start at 0.
         before = replace(op, sizes=(1,), src_sizes=(1,), src_strides=(1,), dst_strides=(1,), nbytes=8, tensor="before")  # fmt: skip
         program = LinkProgram(peer="engine", ops=(op,), direct=NO_RUNS, nbytes=op.nbytes)
-        ((_, _, pieces),) = cut_ops(program, at_source=True)
+        ((_, _, pieces),) = cut_link(program, at_source=True).by_op()
         raw = source.view(torch.uint8).numpy().tobytes()
         addresses = [device.allocate(n) for n in (len(raw), op.nbytes, WORDS_NBYTES, WORDS_NBYTES)]
         given, payload, words, again = addresses
@@ -217,7 +217,7 @@ class KernelCasts(CastConformance):
             pieces["src"] += np.uint64(given)
             store_packed(pieces, 0, payload)
             pieces["pos"] += np.uint64(before.nbytes)
-            ((_, _, landed),) = cut_ops(program, at_source=False)
+            ((_, _, landed),) = cut_link(program, at_source=False).by_op()
             store_packed(landed, 0, payload)
             landed["pos"] += np.uint64(before.nbytes)
             put = load_table(gpu, kind_of(op), pieces)

@@ -30,7 +30,7 @@ from windlass.layout.dtypes import DType
 from windlass.layout.manifest import ManifestBuilder, Role, ShardManifest
 from windlass.memory.cuda import kernels
 from windlass.memory.cuda import pieces as blocks
-from windlass.memory.cuda.pieces import cut_ops, payload_parts, store_packed
+from windlass.memory.cuda.pieces import cut_link, payload_parts, store_packed
 from windlass.net.messages import RoundId
 from windlass.planning.plan import CopyMode, TransferPlan, Transform
 from windlass.planning.planner import plan_transfer
@@ -377,7 +377,8 @@ def test_parts_of_a_quantised_op_are_its_payload_in_order(
     rows: int, cols: int, scales: bool, limit: int
 ) -> None:
     op = quantised_op(rows, cols, scales=scales)
-    (found,) = cut_ops(LinkProgram(peer="e", ops=(op,), direct=NO_RUNS, nbytes=op.nbytes), at_source=True)  # fmt: skip
+    program = LinkProgram(peer="e", ops=(op,), direct=NO_RUNS, nbytes=op.nbytes)
+    (found,) = cut_link(program, at_source=True).by_op()
     at = 0
     for part in payload_parts(found, limit):
         assert part.start == at
@@ -397,7 +398,8 @@ def test_parts_of_a_quantised_op_are_its_payload_in_order(
 
 def test_an_arena_too_small_for_a_row_of_blocks_is_refused() -> None:
     op = quantised_op(256, 400, scales=False)
-    (found,) = cut_ops(LinkProgram(peer="e", ops=(op,), direct=NO_RUNS, nbytes=op.nbytes), at_source=True)  # fmt: skip
+    program = LinkProgram(peer="e", ops=(op,), direct=NO_RUNS, nbytes=op.nbytes)
+    (found,) = cut_link(program, at_source=True).by_op()
     with pytest.raises(PlanError, match="half of the arena must hold 51200 bytes, got 1000"):
         list(payload_parts(found, 1000))
 

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import itertools
 from abc import abstractmethod
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import Executor
 from typing import TYPE_CHECKING, Any, final
 
 import numpy as np
 
 from windlass.errors import RegionError, TransferFailed
-from windlass.layout.columns import Int64Array, UInt64Array
+from windlass.layout.columns import Int64Array, StructuredArray, UInt64Array
 from windlass.layout.dtypes import DType
 from windlass.memory.cuda.gpu import Gpu
 from windlass.memory.cuda.kernels import MAX_PIECE_NBYTES, PieceTable
@@ -26,15 +26,15 @@ from windlass.memory.cuda.links import (
     read_words,
 )
 from windlass.memory.cuda.pieces import (
+    CutLink,
     KindOfPieces,
-    OpPieces,
     PieceKind,
+    add_sources,
     block_tables,
     cut_copy,
-    cut_ops,
+    cut_link,
     cut_ranges,
     join_tables,
-    kind_of,
     least_packed_nbytes,
     payload_parts,
     store_packed,
@@ -285,18 +285,20 @@ class _SentDigests(_LinkDigests):
         with self._building():
             scratch = self._allocate(MAX_PIECE_NBYTES)
             for peer, program in programs.items():
-                hashed, cast = list[KindOfPieces](), list[KindOfPieces]()
-                for op, _, pieces in _source_pieces(program, addresses):
-                    if op.transform is Transform.NONE and op.src_dtype is op.dst_dtype:
-                        hashed.append((kind_of(op), pieces))
+                hashed, cast = (
+                    dict[PieceKind, StructuredArray](),
+                    dict[PieceKind, StructuredArray](),
+                )
+                for kind, pieces in _hashed_at_source(program, addresses).tables().items():
+                    if kind.transform is Transform.NONE and kind.src_dtype is kind.dst_dtype:
+                        hashed[kind] = pieces
                         continue
                     # The kernel hashes the cast values in registers. The kernel must also store the values, so all
                     # pieces are stored to one scratch memory that nothing reads.
                     pieces["dst"], pieces["dst_pitch"] = scratch, pieces["pos_pitch"]
-                    cast.append((kind_of(op), pieces))
+                    cast[kind] = pieces
                 words = self._allocate(WORDS_NBYTES)
-                loaded = [self._load(join_tables(cut)) for cut in (hashed, cast)]
-                self._links[peer] = words, loaded[0], loaded[1]
+                self._links[peer] = words, self._load(hashed), self._load(cast)
 
     def _queue(self, peer: str) -> None:
         """Queue the hashing of a link."""
@@ -355,20 +357,20 @@ class _CudaPack(GpuTables):
         super().__init__(gpu)
         self._program = program
         turns: Turns[KindOfPieces] = Turns(places)
-        direct: list[KindOfPieces] = []
-        for index, found in enumerate(_source_pieces(program, addresses)):
-            kind = kind_of(found.op)
+        cut = _hashed_at_source(program, addresses)
+        is_direct = np.fromiter((op.is_direct for op in program.ops), np.bool_, len(program.ops))
+        for index, found in enumerate(() if is_direct.all() else cut.by_op()):
             if found.op.is_direct:
-                direct.append((kind, found.pieces))
                 continue
+            kind = cut.kinds[index]
             for part in payload_parts(found, len(places[0])):
                 address = turns.place(index, part.start, part.nbytes, (kind, part.pieces))
                 store_packed(part.pieces, found.position + part.start, address)
         self.turns = turns.parts
         with self._building():
             self._words = self._allocate(WORDS_NBYTES)
-            self._direct = self._load(join_tables(direct))
-            self._packed = [self._load(join_tables(cut)) for cut in turns.work]
+            self._direct = self._load(cut.tables(is_direct))
+            self._packed = [self._load(join_tables(work)) for work in turns.work]
 
     def pack(self, turn: int, deadline_s: float) -> None:
         """Pack the parts of one turn, and wait for the GPU; see `LinkPack.pack`."""
@@ -383,16 +385,15 @@ class _CudaPack(GpuTables):
         return _digest_sent(self._gpu, self._words, self._program)
 
 
-def _source_pieces(program: LinkProgram, addresses: UInt64Array) -> Iterator[OpPieces]:
-    """Yield the ops of a link with their pieces.
+def _hashed_at_source(program: LinkProgram, addresses: UInt64Array) -> CutLink:
+    """Return the pieces of a link that this rank sends.
 
     Set each piece's destination to its source, because kernels hash the bytes at the destination.
     """
-    for found in cut_ops(program, at_source=True):
-        pieces = found.pieces
-        pieces["src"] += addresses[found.op.src_parameter]
-        pieces["dst"], pieces["dst_pitch"] = pieces["src"], pieces["src_pitch"]
-        yield found
+    cut = cut_link(program, at_source=True)
+    add_sources(cut, addresses)
+    cut.pieces["dst"], cut.pieces["dst_pitch"] = cut.pieces["src"], cut.pieces["src_pitch"]
+    return cut
 
 
 def _digest_sent(gpu: Gpu, words: int, program: LinkProgram) -> str:

@@ -7,6 +7,7 @@ pack and stage nothing, for every mode of an op. If a NIC sends the bytes, kerne
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import NamedTuple, assert_never
@@ -14,7 +15,7 @@ from typing import NamedTuple, assert_never
 import numpy as np
 
 from windlass.errors import PlanError, UnsupportedLayout
-from windlass.layout.columns import Int64Array, StructuredArray, UInt64Array
+from windlass.layout.columns import BoolArray, Int64Array, StructuredArray, UInt64Array
 from windlass.layout.dtypes import DType, can_overflow
 from windlass.layout.quantization import BLOCK
 from windlass.memory.cuda.kernels import MAX_PIECE_NBYTES, PIECE, put_kernel, raw_pieces
@@ -57,6 +58,102 @@ KindOfPieces = tuple[PieceKind, StructuredArray]
 """Kind, and an (n,) `PIECE` array of pieces of this kind."""
 
 
+class OpPieces(NamedTuple):
+    """The pieces of one op.
+
+    `position` is the position of the op's payload in the link's payload. `pieces` are rows of `CutLink.pieces`.
+    """
+
+    op: BoundOp
+    position: int
+    pieces: StructuredArray
+
+
+@dataclass(frozen=True, slots=True)
+class CutLink:
+    """Pieces of all ops of a link, in plan order.
+
+    Attributes:
+        ops: (num_ops,) the ops.
+        kinds: (num_ops,) kind of each op's pieces.
+        positions: (num_ops,) position of each op's payload in the link's payload.
+        first: (num_ops + 1,) index of each op's first piece, then the number of all pieces.
+        pieces: (num_pieces,) `PIECE` array. `src` and `dst` are relative to the starts of the ops' parameters; callers add
+            the addresses in place.
+    """
+
+    ops: tuple[BoundOp, ...]
+    kinds: tuple[PieceKind, ...]
+    positions: Int64Array
+    first: Int64Array
+    pieces: StructuredArray
+
+    def per_piece(self, values: Int64Array | UInt64Array) -> UInt64Array:
+        """Return the value of each piece's op. `values`: (num_ops,) value of each op."""
+        return np.repeat(values.astype(np.uint64), np.diff(self.first))
+
+    def tables(self, chosen: BoolArray | None = None) -> dict[PieceKind, StructuredArray]:
+        """Return one table per kind, with the pieces in plan order.
+
+        Args:
+            chosen: (num_ops,) whether the tables contain the op's pieces; None for all ops.
+        """
+        number: dict[PieceKind, int] = {}
+        of_op = np.array([number.setdefault(kind, len(number)) for kind in self.kinds], np.int64)
+        if chosen is not None:
+            of_op[~chosen] = -1
+        elif len(number) == 1:
+            return {self.kinds[0]: self.pieces}
+        of_piece = np.repeat(of_op, np.diff(self.first))
+        found = ((kind, self.pieces[of_piece == k]) for kind, k in number.items())
+        return {kind: pieces for kind, pieces in found if len(pieces)}
+
+    def by_op(self) -> Iterator[OpPieces]:
+        """Yield the ops in plan order with their rows of `pieces`, which share memory with it."""
+        rows = itertools.pairwise(self.first.tolist())
+        for op, position, (start, stop) in zip(
+            self.ops, self.positions.tolist(), rows, strict=True
+        ):
+            yield OpPieces(op, position, self.pieces[start:stop])
+
+
+def cut_link(program: LinkProgram, *, at_source: bool) -> CutLink:
+    """Cut the ops of a link. Both ends cut the payload of an op in the same way.
+
+    Ops that differ only in their offsets are cut once, because a mixture of experts has thousands of such ops.
+    """
+    ops, cuts = program.ops, list[StructuredArray]()
+    kinds = tuple(kind_of(op) for op in ops)
+    seen: dict[object, int] = {}
+    which = np.empty(len(ops), np.int64)
+    for number, (kind, op) in enumerate(zip(kinds, ops, strict=True)):
+        alike = kind, op.sizes, op.src_sizes, op.src_strides, op.dst_strides
+        if alike not in seen:
+            seen[alike] = len(cuts)
+            cuts.append(cut_op(op, at_source=at_source))
+        which[number] = seen[alike]
+    sizes = np.array([len(cut) for cut in cuts], np.int64)
+    counts = sizes[which]
+    first = np.append(0, np.cumsum(counts))
+    payloads = _numbers(op.nbytes for op in ops)
+    # Row of the concatenated cuts from which each piece is copied.
+    rows = np.repeat((np.cumsum(sizes) - sizes)[which] - first[:-1], counts) + np.arange(first[-1])
+    # Copy the rows as opaque bytes: numpy copies structured rows field by field, which is slow.
+    opaque = np.dtype((np.void, PIECE.itemsize))
+    joined = np.concatenate([np.zeros(0, PIECE), *cuts]).view(opaque)
+    cut = CutLink(
+        ops=ops,
+        kinds=kinds,
+        positions=np.cumsum(payloads) - payloads,
+        first=first,
+        pieces=joined[rows].view(PIECE),
+    )
+    cut.pieces["src"] += cut.per_piece(_numbers(op.src_offset for op in ops))
+    cut.pieces["dst"] += cut.per_piece(_numbers(op.dst_offset for op in ops))
+    cut.pieces["pos"] += cut.per_piece(cut.positions)
+    return cut
+
+
 def block_tables(
     program: LinkProgram,
     sources: UInt64Array | None,
@@ -76,46 +173,23 @@ def block_tables(
     Returns:
         Kind -> `PIECE` array. Positions count from the start of the link's payload.
     """
-    found = []
-    for op, position, pieces in cut_ops(program, at_source=sources is not None):
-        if sources is not None:
-            pieces["src"] += sources[op.src_parameter]
-        if op.lands and staging_address:
+    cut = cut_link(program, at_source=sources is not None)
+    if sources is not None:
+        add_sources(cut, sources)
+    cut.pieces["dst"] += cut.per_piece(targets[_numbers(op.dst_parameter for op in program.ops)])
+    for op, position, pieces in cut.by_op() if staging_address else ():
+        if op.lands:
             store_packed(pieces, position, staging_address + op.staging_offset)
-        else:
-            pieces["dst"] += targets[op.dst_parameter]
-        found.append((kind_of(op), pieces))
-    return join_tables(found)
+    return cut.tables()
 
 
-class OpPieces(NamedTuple):
-    """The pieces of one op, with `src` and `dst` relative to the starts of the op's parameters.
-
-    `position` is the position of the op's payload in the link's payload.
-    """
-
-    op: BoundOp
-    position: int
-    pieces: StructuredArray
+def add_sources(cut: CutLink, sources: UInt64Array) -> None:
+    """Make `src` of all pieces absolute, in place. `sources`: (num_parameters,) addresses of the source's parameters."""
+    cut.pieces["src"] += cut.per_piece(sources[_numbers(op.src_parameter for op in cut.ops)])
 
 
-def cut_ops(program: LinkProgram, *, at_source: bool) -> Iterator[OpPieces]:
-    """Yield the ops of a link in plan order with their pieces. Both ends cut the payload of an op in the same way.
-
-    Ops that differ only in their offsets are cut once, because a mixture of experts has thousands of such ops.
-    """
-    position = 0
-    cut: dict[object, StructuredArray] = {}
-    for op in program.ops:
-        shape = kind_of(op), op.sizes, op.src_sizes, op.src_strides, op.dst_strides
-        if shape not in cut:
-            cut[shape] = cut_op(op, at_source=at_source)
-        pieces = cut[shape].copy()
-        pieces["src"] += np.uint64(op.src_offset)
-        pieces["dst"] += np.uint64(op.dst_offset)
-        pieces["pos"] += np.uint64(position)
-        yield OpPieces(op, position, pieces)
-        position += op.nbytes
+def _numbers(values: Iterable[int]) -> Int64Array:
+    return np.fromiter(values, np.int64)
 
 
 def kind_of(op: BoundOp) -> PieceKind:
