@@ -114,6 +114,12 @@ async def test_reason_names_the_address_and_the_status_or_the_rule() -> None:
     async def text(_: web.Request) -> web.StreamResponse:
         return web.Response(text="1.0")
 
+    async def elsewhere(_: web.Request) -> web.StreamResponse:
+        return web.Response(status=307, headers={"Location": "/other"})
+
+    async def half(_: web.Request) -> web.StreamResponse:
+        return web.Response(text='{"rewards": [1.0, 2.0')
+
     async def endless(request: web.Request) -> web.StreamResponse:
         response = web.StreamResponse()
         await response.prepare(request)
@@ -128,7 +134,44 @@ async def test_reason_names_the_address_and_the_status_or_the_rule() -> None:
     assert reason == "URL: no rewards within 0.5 s, in 1 requests; newest: no answer"
     assert (await failure_of(too_few))[0] == "URL: rewards must have 3 entries, got 1"
     assert (await failure_of(text))[0].startswith("URL: Expected `object`, got `float`")
+    assert (await failure_of(half))[0].startswith("URL: ")
+    assert (await failure_of(elsewhere))[
+        0
+    ] == "URL: URL redirects to '/other', which is not followed"
     assert "at most 4194304 bytes" in (await failure_of(endless))[0]
+
+
+async def test_invalid_reward_costs_only_its_rollout() -> None:
+    async def score(_: web.Request) -> web.StreamResponse:
+        # Python's own encoder sends NaN and Infinity in this way.
+        entries = [
+            "0.5",
+            "NaN",
+            "-Infinity",
+            "null",
+            "true",
+            '"1.5"',
+            "[1.5]",
+            '{"error": "bad\\nrow"}',
+        ]
+        entries += ["1e999", "1" + "0" * 400, "{}", "2"]
+        return web.Response(text=f'{{"rewards": [{", ".join(entries)}]}}')
+
+    async with serving(score) as url, RewardServer(ServerRewards(url=url)) as server:
+        found = await server.score(rollouts(["x"] * 12))
+        assert (server.counts.scored, server.counts.failed) == (3, 9)
+        assert server.counts.reasons == {"answer": 8, "server": 1}
+    assert {n: each for n, each in enumerate(found) if not isinstance(each, RewardError)} == {
+        0: 0.5,
+        4: 1.0,
+        11: 2.0,
+    }
+    reasons = {n: str(each).replace(url, "URL") for n, each in enumerate(found)}
+    assert reasons[1] == "rollout task-1: URL: reward must be finite, got nan"
+    assert reasons[3] == "rollout task-3: URL: reward must be one number, got None"
+    assert reasons[5] == "rollout task-5: URL: reward must be one number, got '1.5'"
+    assert reasons[7] == "rollout task-7: URL: bad row"
+    assert reasons[10] == "rollout task-10: URL: reward must be one number, got {}"
 
 
 async def test_request_above_its_size_limit_is_not_sent() -> None:

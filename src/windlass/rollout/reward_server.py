@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from collections.abc import Sequence
 from typing import Self, final
 
@@ -56,12 +57,8 @@ class ServerRewards(msgspec.Struct, frozen=True, kw_only=True, tag="server", tag
         check_url(self.url, "rewards.url")
 
 
-class _Unscored(msgspec.Struct, frozen=True):
-    error: str
-
-
 class _Answer(msgspec.Struct, frozen=True):
-    rewards: tuple[float | _Unscored, ...]
+    rewards: tuple[object, ...]
 
 
 @final
@@ -155,11 +152,11 @@ class RewardServer:
             return [self._failures.add(error) for _ in rollouts]
         return [self._checked(*each) for each in zip(rollouts, rewards, strict=True)]
 
-    def _checked(self, rollout: Rollout, reward: float | _Unscored) -> float | RewardError:
+    def _checked(self, rollout: Rollout, reward: object) -> float | RewardError:
         """Return a rollout's reward, or a `RewardError` if the server sent an error or an invalid reward for it."""
         where = f"rollout {rollout.task_id}: {self._config.url}"
-        if isinstance(reward, _Unscored):
-            text = reward.error[:MAX_TEXT].replace("\n", " ")
+        if isinstance(reward, dict) and isinstance(text := reward.get("error"), str):
+            text = text[:MAX_TEXT].replace("\n", " ")
             return self._failures.add(RewardError(f"{where}: {text}", "server"))
         try:
             found = plain_number(f"{where}: reward", reward)
@@ -170,7 +167,7 @@ class RewardServer:
 
     async def _request(
         self, http: aiohttp.ClientSession, body: bytes, num_rollouts: int
-    ) -> tuple[float | _Unscored, ...]:
+    ) -> tuple[object, ...]:
         """Send one batch, and return the `num_rollouts` rewards of the first answer with a status of 2xx.
 
         Repeat the request after a connection error, a status of 5xx, or a status of `PASSING_4XX`.
@@ -185,7 +182,10 @@ class RewardServer:
                     num_tries += 1
                     try:
                         status, answer = await self._post(http, body)
-                    except (aiohttp.ClientError, OSError, PeerUnreachable) as error:
+                    except PeerUnreachable as error:
+                        # The server redirects the request. It would also redirect the next one.
+                        raise RewardError(f"{config.url}: {error}", "redirect") from error
+                    except (aiohttp.ClientError, OSError) as error:
                         newest = connection_error(error)
                     else:
                         text = answer[:MAX_TEXT].decode(errors="replace").replace("\n", " ")
@@ -200,7 +200,8 @@ class RewardServer:
                 f"{config.url}: no rewards within {config.deadline_s:g} s, in {num_tries} requests; newest: {newest}",
                 "deadline",
             ) from None
-        except (*DECODE_ERRORS, ProtocolError) as error:
+        # `ValueError`: the answer is not JSON.
+        except (*DECODE_ERRORS, ValueError, ProtocolError) as error:
             raise RewardError(f"{config.url}: {error}", "answer") from error
 
     async def _post(self, http: aiohttp.ClientSession, body: bytes) -> tuple[int, bytes]:
@@ -220,14 +221,16 @@ class RewardServer:
             return response.status, bytes(found)
 
 
-def _rewards_in(answer: bytes, num_rollouts: int) -> tuple[float | _Unscored, ...]:
-    """Return the rewards in an answer.
+def _rewards_in(answer: bytes, num_rollouts: int) -> tuple[object, ...]:
+    """Return the rewards in an answer. An entry may be invalid; see `RewardServer._checked`.
 
     Raises:
         ProtocolError: the answer does not have one reward per rollout.
-        msgspec.MsgspecError: the answer is not valid.
+        msgspec.MsgspecError: the answer has no list of rewards.
+        ValueError: the answer is not JSON.
     """
-    rewards = msgspec.json.decode(answer, type=_Answer).rewards
+    # Not msgspec's decoder: it refuses the whole answer if one reward is NaN.
+    rewards = msgspec.convert(json.loads(answer), type=_Answer).rewards
     if len(rewards) != num_rollouts:
         raise ProtocolError(f"rewards must have {num_rollouts} entries, got {len(rewards)}")
     return rewards
