@@ -12,10 +12,11 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from stock_rank import DEADLINE_S, TEMPERATURE, groups_of, make_model
+from stock_rank import DEADLINE_S, TEMPERATURE, VOCABULARY, groups_of, make_model
 
 from windlass.backends.collective_group import Rendezvous
 from windlass.errors import ConfigError
+from windlass.jobs.stock_trainer import checkpoint_layers, decoder_layers
 from windlass.jobs.training import TrainingSection
 from windlass.rollout.messages import TrainingSample
 from windlass.sampling import SamplingParams
@@ -26,6 +27,8 @@ COMMON = {"learning_rate": RATE, "max_grad_norm": NORM, "warmup_steps": 1, "weig
 WAYS: dict[str, dict[str, Any]] = {
     "dapo": {"loss": "dapo", "kl_coefficient": KL, "max_tokens": 40},
     "gspo": {"loss": "gspo", "advantages": "rloo", "gradient_checkpointing": True},
+    # One rank has three micro-batches, and the other has four.
+    "grpo": {"max_tokens": 24},
     "dr_grpo": {"loss": "dr_grpo", "old_policy": "trainer", "correction": "truncate"},
     "reinforce_pp": {"loss": "ppo", "advantages": "reinforce_pp", "max_tokens": 17},
 }
@@ -98,9 +101,9 @@ def advantages_of(name: str, groups: list[list[TrainingSample]]) -> list[torch.T
 
 def loss_of(
     name: str, model: Any, reference: Any, groups: list[list[TrainingSample]]
-) -> tuple[torch.Tensor, float]:
-    """Return the loss of a whole batch, and the mean divergence from the reference."""
-    tokens, sequences, divergences = [], [], []
+) -> tuple[torch.Tensor, float, float]:
+    """Return the loss of a whole batch, and the mean divergences of the model from the reference and from the engine."""
+    tokens, sequences, divergences, gaps = [], [], [], []
     samples = [*itertools.chain(*groups)]
     for sample, a in zip(samples, advantages_of(name, groups), strict=True):
         new = logprobs_of(model, sample)
@@ -109,6 +112,8 @@ def loss_of(
         with torch.no_grad():
             gap = logprobs_of(reference, sample) - new
         divergences.append((gap.exp() - gap - 1).detach())
+        gap = (new - old).detach()
+        gaps.append(gap.exp() - gap - 1)
         if name == "gspo":
             ratio = (new - old).mean().exp()
             sequences.append(-torch.minimum(ratio * a, ratio.clamp(1 - 3e-4, 1 + 4e-4) * a))
@@ -118,13 +123,18 @@ def loss_of(
         else:
             high = 1.28 if name == "dapo" else 1.2
             losses = -torch.minimum(ratio * a, ratio.clamp(0.8, high) * a)
+            if name == "grpo":
+                sequences.append(losses.mean())
+                continue
             if name == "dapo":
                 with torch.no_grad():
                     fixed = logprobs_of(reference, sample)
                 losses = losses + KL * ((fixed - new).exp() - (fixed - new) - 1)
             tokens.append(losses)
     every = torch.cat(tokens) if tokens else torch.stack(sequences)
-    return every.mean(), float(torch.cat(divergences).mean())
+    # A loss that is a mean over sequences has metrics that are means over sequences.
+    of_engine = torch.cat(gaps) if tokens else torch.stack([each.mean() for each in gaps])
+    return every.mean(), float(torch.cat(divergences).mean()), float(of_engine.mean())
 
 
 @pytest.mark.parametrize("name", WAYS)
@@ -135,7 +145,7 @@ def test_two_ranks_train_as_one_process_without_batches(
     model, reference = (load(str(folder), dtype=torch.float32) for folder in models)
     optimizer = torch.optim.AdamW(model.parameters(), lr=RATE / 2, weight_decay=0.01)
     for step in STEPS:
-        loss, divergence = loss_of(name, model, reference, groups_of(step))
+        loss, divergence, of_engine = loss_of(name, model, reference, groups_of(step))
         optimizer.zero_grad()
         loss.backward()  # type: ignore[no-untyped-call]
         norm = torch.nn.utils.clip_grad_norm_(model.parameters(), NORM)
@@ -149,8 +159,11 @@ def test_two_ranks_train_as_one_process_without_batches(
             assert metrics["lr"] == pytest.approx(optimizer.param_groups[0]["lr"])
             assert ("kl" in metrics) == (name == "dapo")
             assert metrics.get("kl", divergence) == pytest.approx(divergence, rel=1e-3)
+            assert metrics["rollout_kl"] == pytest.approx(of_engine, rel=1e-3)
             assert ("logprob_difference" in metrics) == (step == 0)
     for rank in found[name]:
+        # A rank with fewer micro-batches than another repeats one of them, and not its whole batch.
+        assert rank["largest"] <= WAYS[name].get("max_tokens", 100)
         for key, weight in model.named_parameters():
             assert torch.allclose(rank["weights"][key], weight, atol=2e-5), key
 
@@ -165,6 +178,50 @@ def test_a_checkpoint_contains_a_folder_that_transformers_loads(
     loaded = transformers.AutoModelForCausalLM.from_pretrained(str(folder), dtype=torch.float32)
     for key, weight in loaded.named_parameters():
         assert torch.equal(weight, found["dapo"][0]["weights"][key]), key
+
+
+SMALL = {
+    "vocab_size": VOCABULARY, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2,
+    "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 64,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("kind", "settings"),
+    [
+        ("starcoder2", {"residual_dropout": 0.1, "attention_dropout": 0.1}),
+        ("mixtral", {"router_jitter_noise": 0.1}),
+        # The layers themselves apply this dropout.
+        ("falcon", {"hidden_dropout": 0.1}),
+    ],
+)
+def test_checkpointed_layers_compute_twice_what_they_compute_in_evaluation_mode(
+    kind: str, settings: dict[str, Any]
+) -> None:
+    torch.manual_seed(3)
+    config = transformers.AutoConfig.for_model(kind, **SMALL, **settings)
+    model = transformers.AutoModelForCausalLM.from_config(config).eval()
+    tokens = torch.arange(1, 13)[None]
+
+    def step() -> tuple[torch.Tensor, list[torch.Tensor | None]]:
+        model.zero_grad()
+        logits = model(tokens).logits
+        logits.log_softmax(-1)[..., 0].sum().backward()
+        return logits.detach(), [each.grad for each in model.parameters()]
+
+    expected = step()
+    checkpoint_layers(model)
+    num_passes = 0
+
+    def count(*_: object) -> None:
+        nonlocal num_passes
+        num_passes += 1
+
+    (layer, *_) = decoder_layers(model)
+    next(layer.children()).register_forward_hook(count)
+    found = step()
+    assert num_passes == 2
+    torch.testing.assert_close(found, expected, rtol=0, atol=0)
 
 
 @pytest.mark.parametrize(

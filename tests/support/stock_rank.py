@@ -88,6 +88,12 @@ def work(
             sampling=SamplingParams(max_new_tokens=12, temperature=TEMPERATURE),
         )
     )
+    sizes: list[int] = []
+
+    def note(_: object, __: object, named: dict[str, torch.Tensor]) -> None:
+        sizes.append(named["input_ids"].numel())
+
+    trainer.engine.model.register_forward_pre_hook(note, with_kwargs=True)
     metrics = [
         dict(trainer.train_step(step, groups_of(step)[rank::WORLD_SIZE])) for step in rest["steps"]
     ]
@@ -97,7 +103,8 @@ def work(
         key: p.full_tensor() if isinstance(p, DTensor) else p.detach()
         for key, p in trainer.engine.model.named_parameters()
     }
-    torch.save({"weights": weights, "metrics": metrics}, folder / f"{name}-{rank}.pt")
+    found = {"weights": weights, "metrics": metrics, "largest": max(sizes)}
+    torch.save(found, folder / f"{name}-{rank}.pt")
     trainer.close()
 
 

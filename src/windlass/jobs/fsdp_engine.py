@@ -82,7 +82,7 @@ def micro_batches(
     """Cut a rank's groups into micro-batches. Collective over all ranks.
 
     Every rank returns the same number of micro-batches, because training on a micro-batch runs collectives. So a rank with
-    too few groups repeats its last group with weight 0.
+    too few micro-batches repeats its last group, or the last piece of `cut`, with weight 0.
 
     Args:
         groups: groups of this rank.
@@ -124,6 +124,8 @@ def micro_batches(
             )
     num_pieces = int(counts[:, 0].max())
     mean_weight = sum(weights) / len(weights)
+    # A piece of `cut` may be empty. All groups together could need more memory than a micro-batch.
+    filler = next((piece for piece in reversed(own_pieces or ()) if any(piece)), groups[-1:])
     pieces: list[tuple[Samples, float]] = []
     for piece in range(num_pieces):
         if own_pieces is not None:
@@ -131,7 +133,7 @@ def micro_batches(
         else:
             begin, end = (len(groups) * n // num_pieces for n in (piece, piece + 1))
             found = groups[begin:end]
-        pieces.append((found or groups[-1:], loss_mean.weight(found) / mean_weight))
+        pieces.append((found or filler, loss_mean.weight(found) / mean_weight))
     return pieces
 
 

@@ -10,7 +10,8 @@ import importlib
 import logging
 import shutil
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, final
 
@@ -135,14 +136,7 @@ class StockTrainer(WrappedEngine[FsdpEngine]):
             )
             self._packed = False
         if settings.gradient_checkpointing:
-            model.gradient_checkpointing_enable()
-            # Gradient checkpointing works only in training mode. In this mode, dropout would change the log-probabilities.
-            model.train()
-            for module in model.modules():
-                if isinstance(module, torch.nn.Dropout):
-                    module.p = 0.0
-                if isinstance(vars(module).get("attention_dropout"), float):
-                    module.attention_dropout = 0.0
+            checkpoint_layers(model)
         found: torch.nn.Module = model
         return found
 
@@ -196,6 +190,44 @@ class StockTrainer(WrappedEngine[FsdpEngine]):
         whole: Mapping[str, Any] = get_model_state_dict(model, options=options)
         if dist.get_rank() == 0:
             write_checkpoint(model, whole, Path(self._settings.model), folder / EXPORTED)
+
+
+def checkpoint_layers(model: Any) -> None:
+    """Let the layers of a model compute their activations again in the backward pass. The model stays in evaluation mode.
+
+    Layers of transformers do this only in training mode. In this mode, dropout, noise in routers and skipped layers would
+    change the log-probabilities. So only the layers are in training mode, and their forward passes are not.
+
+    Args:
+        model: model of transformers.
+    """
+    layers: Any = importlib.import_module("transformers.modeling_layers")
+    # Older releases of transformers 5 have only the second name.
+    names = ("activation_checkpointing_enable", "gradient_checkpointing_enable")
+    enable = next(getattr(model, name) for name in names if hasattr(model, name))
+    enable()
+    model.eval()
+    for layer in model.modules():
+        if isinstance(layer, layers.GradientCheckpointingLayer):
+            layer.training = True
+            layer._gradient_checkpointing_func = partial(
+                _in_evaluation_mode, layer, layer._gradient_checkpointing_func
+            )
+
+
+def _in_evaluation_mode(
+    layer: torch.nn.Module, checkpoint: Callable[..., Any], forward: Callable[..., Any], *args: Any
+) -> Any:
+    """Run `checkpoint(forward, *args)`. While `forward` runs, also in the backward pass, the layer is not in training mode."""
+
+    def evaluated(*args: Any) -> Any:
+        layer.training = False
+        try:
+            return forward(*args)
+        finally:
+            layer.training = True
+
+    return checkpoint(evaluated, *args)
 
 
 def decoder_layers(model: Any) -> list[torch.nn.Module]:

@@ -151,10 +151,11 @@ class PolicyLoss:
 
     Attributes:
         loss: scalar to minimise.
-        metrics: name -> scalar without gradient, a mean over tokens. `ratio` is the ratio. `clipped` is the share of tokens
-            whose ratio was clipped. `rollout_kl` is the K3 estimate of KL(engine's policy || model). `importance` is
-            the importance weight; only with a correction. `kl` is the divergence to the reference model; only with a
-            `kl_coefficient`.
+        metrics: name -> scalar without gradient, a mean over tokens. If the loss is a mean over sequences, the metric is the
+            mean over the sequences' means, so that the weights of micro-batches fit both. `ratio` is the ratio.
+            `clipped` is the share of tokens whose ratio was clipped. `rollout_kl` is the K3 estimate of
+            KL(engine's policy || model). `importance` is the importance weight; only with a correction. `kl` is the
+            divergence to the reference model; only with a `kl_coefficient`.
     """
 
     loss: torch.Tensor
@@ -219,8 +220,11 @@ def policy_loss(
         means["kl"] = kl_estimate(logprobs, reference, config.kl)
         losses = losses + config.kl_coefficient * means["kl"]
     loss = token_mean(losses, mask, config.mean, constant=config.constant, sequences=sequences)
+    by_tokens = config.mean is TokenMean.TOKENS
+    unit = TokenMean.TOKENS if by_tokens else TokenMean.SEQUENCES
     metrics = {
-        name: token_mean(value.detach(), mask, TokenMean.TOKENS) for name, value in means.items()
+        name: token_mean(value.detach(), mask, unit, sequences=sequences)
+        for name, value in means.items()
     }
     return PolicyLoss(loss, metrics)
 
