@@ -3,8 +3,15 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Sequence
-from contextlib import AbstractContextManager, AsyncExitStack, ExitStack, asynccontextmanager
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from contextlib import (
+    AbstractContextManager,
+    AsyncExitStack,
+    ExitStack,
+    asynccontextmanager,
+    contextmanager,
+)
+from dataclasses import replace
 from pathlib import Path
 from typing import TypeVar
 
@@ -13,12 +20,27 @@ import torch
 from flat_engine import flat_engine
 
 import windlass
-from windlass.config import ControlConfig, DiskBackend, UpdateMode, XcclBackend
-from windlass.errors import ConfigError, RoundAborted
+from windlass.config import (
+    ControlConfig,
+    DiskBackend,
+    PauseMode,
+    PushBackend,
+    UpdateMode,
+    XcclBackend,
+)
+from windlass.control.connect_messages import ConnectEngine
+from windlass.control.engine_agent import EngineAgent
+from windlass.control.messages import Abort, BeginDriven, Pause, Publish
+from windlass.errors import ConfigError, PlanError, RoundAborted
 from windlass.layout.box import Box
 from windlass.layout.dtypes import DType
 from windlass.layout.manifest import ManifestBuilder, Role, ShardManifest
+from windlass.planning.planner import plan_transfer
 from windlass.planning.unused import find_kept
+from windlass.testing.resting_engine import RestingEngine
+from windlass.transfer.dtensor import describe_module, parameter_addresses
+from windlass.transfer.receiver import Receiver
+from windlass.transports.registry import create_transport, parse_transport
 
 TOKEN = "t" * 32
 T = TypeVar("T")
@@ -264,6 +286,52 @@ async def check_newcomer(
         for key, tensor in newcomer.items():
             want = donor[key] if key in trained else torch.ones_like(tensor)
             assert torch.equal(tensor, want), key
+
+
+@contextmanager
+def agent_of(model: torch.nn.Module) -> Iterator[tuple[EngineAgent, Callable[..., None]]]:
+    """Yield the agent of an engine, and a function that binds a plan in which the engine keeps some tensors."""
+    manifest = describe_module(model, "engine/0", Role.ENGINE)
+    source = describe_module(model, "trainer/0", Role.TRAINER)
+    addresses = parameter_addresses(model)
+    transport = create_transport(parse_transport("cma"))
+    spans = zip(addresses, manifest.parameters, strict=True)
+    regions = [transport.register(address, spec.nbytes) for address, spec in spans]
+    receiver = Receiver(transport, manifest, addresses, regions)
+    agent = EngineAgent(receiver, RestingEngine())
+
+    def bind(epoch: int, *kept: str) -> None:
+        plan = plan_transfer([source], [manifest.without(kept)])
+        plan = replace(plan, destination_digests=(manifest.digest(),))
+        command = ConnectEngine(plan.encode(), "", UpdateMode.IN_PLACE, kept=kept)
+        agent.handle(command, epoch=epoch, round_number=epoch)
+
+    with ExitStack() as undo:
+        undo.callback(transport.close)
+        undo.callback(agent.close)
+        yield agent, bind
+
+
+def test_tensor_that_may_be_of_two_versions_cannot_be_kept() -> None:
+    """A later round would count the weights as whole, but it would not write this tensor."""
+    with agent_of(Text()) as (agent, bind):
+        bind(1, "down.weight")
+        agent.handle(Pause(PauseMode.ABORT, 1.0), epoch=1, round_number=2)
+        agent.handle(Abort("", mixed_weights=True), epoch=1, round_number=2)
+        with pytest.raises(PlanError, match=r"'up.bias' of engine/0 must have whole values"):
+            bind(3, "down.weight", "up.bias")
+        # The aborted round has not written this tensor.
+        bind(4, "down.weight")
+        agent.handle(Publish(1, 1.0, ""), epoch=4, round_number=5)
+        assert agent.kept_by_version == {"down.weight"}
+        bind(6, "up.bias")
+
+
+def test_driven_round_writes_kept_tensors() -> None:
+    with agent_of(Text()) as (agent, bind):
+        bind(1, "down.weight")
+        agent.handle(BeginDriven(PushBackend()), epoch=1, round_number=2)
+        assert agent.kept == frozenset()
 
 
 @pytest.mark.parametrize("keep", ["visual.*", [3], [""]])

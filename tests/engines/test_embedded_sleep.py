@@ -25,6 +25,7 @@ from windlass import UpdateReport
 from windlass.config import ControlConfig, PauseMode, PhaseDeadlines, Reaction
 from windlass.engines.embedded.sleep import SleepingWeights
 from windlass.errors import RoundAborted, UnsupportedLayout
+from windlass.layout.manifest import ManifestBuilder, Role
 from windlass.trainers.client import TrainerClient
 from windlass.transfer.arena import Arena
 from windlass.transports.pull import PullTransport
@@ -196,9 +197,13 @@ async def taking_turns(
     transport: str = "pull",
     deadlines: PhaseDeadlines | None = None,
     max_positions: int = 512,
+    kept: str = "",
     **changes: Any,
 ) -> AsyncIterator[Turns]:
-    """Run an engine with `size` ranks that has version 0, and a trainer that counts calls of `release`."""
+    """Run an engine with `size` ranks that has version 0, and a trainer that counts calls of `release`.
+
+    The trainer does not publish the tensor `kept`.
+    """
     path = folder / "config.json"
     path.write_text(json.dumps(CONFIG | changes))
     torch.manual_seed(0)
@@ -232,6 +237,8 @@ async def taking_turns(
                 token=TOKEN,
                 transport=transport,
                 release=release,
+                name_map=(lambda name: None if name == kept else name) if kept else None,
+                keep=[kept] if kept else (),
             )
             with trainer:
                 turns = Turns(controller, trainer, module, process.pid, url)
@@ -261,6 +268,26 @@ async def test_a_sleeping_engine_frees_its_weights_and_serves_the_next_version(
             await turns.check_serves()
         assert turns.num_released == turns.version + 1
         assert turns.controller.coordinator.fleet.published == turns.version
+
+
+@pytest.mark.parametrize("size", [1, 2])
+async def test_sleeping_engine_keeps_a_tensor_that_no_trainer_has(
+    tmp_path: Path, size: int
+) -> None:
+    name = "lm_head.weight"
+    async with taking_turns(tmp_path, size=size, kept=name, **SMALL) as turns:
+        before = (await turns.call(f"/get_weights_by_name?name={name}"))["parameter"]
+        assert len({value for row in before for value in row}) > 500
+        for _ in range(2):
+            await turns.sleep()
+            turns.step()
+            await turns.publish()
+            after = (await turns.call(f"/get_weights_by_name?name={name}"))["parameter"]
+            assert after == before
+        if size == 1:
+            with torch.no_grad():
+                turns.module.lm_head.weight.copy_(torch.tensor(before))
+            await turns.check_serves()
 
 
 async def test_a_request_that_runs_when_the_engine_falls_asleep_ends_after_it_wakes(
@@ -484,7 +511,8 @@ def test_weights_that_wake_at_other_addresses_are_refused(
     with closing(PullTransport()) as transport, Arena(transport, 4096) as arena:
         before = tuple(arena.address + offset for offset in (0, 64, 128))
         now = before
-        weights = SleepingWeights(arena, before, lambda: now, may_sleep=True)
+        manifest = ManifestBuilder("a/0", Role.ENGINE).build()
+        weights = SleepingWeights(arena, manifest, before, lambda: now, may_sleep=True)
         weights.sleep()
         weights.wake()
         now = tuple(arena.address + offset for offset in found)

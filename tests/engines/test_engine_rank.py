@@ -20,7 +20,7 @@ import torch
 from safetensors.torch import save_file
 
 import windlass
-from windlass.config import ControlConfig, PauseMode, UpdateMode
+from windlass.config import ControlConfig, PauseMode, PhaseDeadlines, UpdateMode
 from windlass.control.report import UpdateReport
 from windlass.engines.capture.capture import capture
 from windlass.engines.capture.checkpoint import checkpoint_specs
@@ -351,6 +351,34 @@ async def test_kept_tensor_is_saved_before_a_sleep(rank: Rank) -> None:
         start = rank.model.weight.data_ptr()
         stop = start + rank.model.weight.nbytes
         assert [*unfilled_ranges(captured, [(start, stop)], kept)] == [(start, start, stop)]
+    leave(rank)
+
+
+async def test_rank_that_lost_its_weights_keeps_the_tensors_that_sleep_has_saved(
+    rank: Rank,
+) -> None:
+    """New trainers bind the engine again while it sleeps."""
+    trainer = weights(1)
+    kept = trainer.pop("b").detach()
+    rank.engine_rank.sleep.is_enabled = True
+    config = ControlConfig(deadlines=PhaseDeadlines(fleet_s=3.0))
+    async with windlass.Controller(token=TOKEN, config=config) as controller:
+        await asyncio.to_thread(rank.join, controller.url)
+        rank.model.weight.data[4:] = kept
+        await asyncio.to_thread(publish, trainer, controller.url, 1, keep=("b",))
+        lose(rank)
+        # The engine's sleep mode restores the tensors that it has saved.
+        rank.model.weight.data[4:] = kept
+        trainer["a"].data += 1
+        await asyncio.to_thread(publish, trainer, controller.url, 2, keep=("b",))
+        assert rank.engine_rank.may_serve
+        assert torch.equal(rank.model.weight[:4], trainer["a"].to(torch.bfloat16))
+        assert torch.equal(rank.model.weight[4:], kept.to(torch.bfloat16))
+        lose(rank)
+        other = weights(9)
+        del other["a"]
+        with pytest.raises(RoundAborted, match="'a' of engine/0 must have whole values"):
+            await asyncio.to_thread(publish, other, controller.url, 3, keep=("a",))
     leave(rank)
 
 

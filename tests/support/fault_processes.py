@@ -152,7 +152,13 @@ def run_engine(pipe: Connection, name: str, url: str, token_s: float, transport_
     transport = create_transport(parse_transport(transport_name))
     generator = Generator(f"{name}/0", token_s, transport)
     addresses = [array.ctypes.data for array in generator.memory.values()]
-    weights = SleepingWeights(generator.arena, addresses, lambda: addresses, may_sleep=True)
+    weights = SleepingWeights(
+        generator.arena,
+        generator.part.manifest,
+        addresses,
+        lambda: addresses,
+        may_sleep=True,
+    )
 
     def pause_and_sleep(mode: PauseMode, deadline_s: float) -> None:
         generator.pause("sleep", mode, deadline_s)

@@ -33,7 +33,6 @@ from windlass.control.messages import (
 )
 from windlass.control.trainer_agent import TrainerAgent
 from windlass.errors import PeerUnreachable, ProtocolError, RoundAborted
-from windlass.layout.naming.patterns import said
 from windlass.net.messages import RoundId
 from windlass.planning.plan import TransferPlan
 from windlass.transfer.base import ReceiverBackend
@@ -273,12 +272,7 @@ class EngineAgent:
         """
         self._mode = command.mode
         self._fence()
-        if command.kept and self._is_empty:
-            raise ProtocolError(
-                f"keep: an engine that sleeps has lost its weights and cannot keep {said(command.kept)}; "
-                "publish these tensors too"
-            )
-        self._kept.bind(command.kept)
+        self._kept.bind(command.kept, are_whole=not self.mixed_weights)
         self._choose(command.backend)
         binding = self._receiver.connect(TransferPlan.decode(command.plan), command.mode)
         if not command.relays or not isinstance(self._receiver, Listens):

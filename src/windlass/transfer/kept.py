@@ -36,12 +36,18 @@ class KeptTensors:
         """Names of the tensors that the rank keeps now."""
         return frozenset(self._digests)
 
-    def bind(self, names: Collection[str]) -> None:
+    def bind(self, names: Collection[str], *, are_whole: bool = True) -> None:
         """Set the names of the tensors to keep, and compute the digests of tensors that were not kept before.
 
         Names that the rank does not have are ignored.
 
+        Args:
+            names: names of the tensors.
+            are_whole: False if the weights of the rank are lost or may be of two versions. No update has written tensors
+                that were kept before, and an engine that sleeps saves them, so the rank can still keep these.
+
         Raises:
+            PlanError: `are_whole` is False, and a tensor was not kept before.
             PlanError: the engine computes a kept tensor from a buffer. Only updates fill buffers, so the engine would
                 overwrite the tensor with values that no trainer sent.
             TransferFailed, TransferOutcomeUnknown: see `Digests.take`.
@@ -53,6 +59,11 @@ class KeptTensors:
                 "keep them; publish these tensors too"
             )
         before = {name: digest for name, digest in self._digests.items() if name in held}
+        if not are_whole and (new := held - before.keys()):
+            raise PlanError(
+                f"keep: {said(new)} of {self._manifest.worker} must have whole values, but the weights of this engine are "
+                "lost or may be of two versions; publish these tensors too, or start the engine again"
+            )
         self._digests = self._digests_of(held - before.keys()) | before
 
     def verify(self) -> None:

@@ -48,22 +48,23 @@ def run_rank(settings: EngineSettings, rank: int, token: str) -> NoReturn:
     )
     weights = SleepingWeights(
         shard.arena,
+        shard.manifest,
         shard.addresses,
         lambda: parameter_addresses(shard.module),
         may_sleep=transport.traits.unpinned,
         caches_nbytes=runner.cache_nbytes // settings.tensor_parallel_size,
     )
 
-    def fall_asleep() -> None:
-        weights.sleep()
+    def fall_asleep(client: EngineClient | None) -> None:
+        weights.sleep(() if client is None else client.agent.kept)
         runner.free_cache()
         _wait_for_all_ranks()
 
-    def join_fleet(hooks: SleepingHooks, url: str = "") -> None:
+    def join_fleet(hooks: SleepingHooks, url: str = "") -> EngineClient | None:
         if not settings.controller:
-            return
+            return None
         # The client is never closed: it lives as long as this process.
-        EngineClient(
+        return EngineClient(
             EngineWeights(
                 manifest=shard.manifest,
                 addresses=shard.addresses,
@@ -81,11 +82,11 @@ def run_rank(settings: EngineSettings, rank: int, token: str) -> NoReturn:
     if rank:
         gate = QuiesceGate()
         # This engine has no captured layout, because it derives no values from its weights.
-        join_fleet(SleepingHooks(RankHooks(None, gate, None), weights, None))
+        client = join_fleet(SleepingHooks(RankHooks(None, gate, None), weights, None))
         while True:
             step = _broadcast(None)
             if step.sleeps:
-                fall_asleep()
+                fall_asleep(client)
             if step.pause_id:
                 gate.quiesced(step.pause_id)
             else:
@@ -109,14 +110,14 @@ def run_rank(settings: EngineSettings, rank: int, token: str) -> NoReturn:
         engine_token=secret_value(ENGINE_TOKEN_VARIABLE),
     )
     server.start()
-    join_fleet(hooks, server.url)
+    client = join_fleet(hooks, server.url)
     os.write(1, msgspec.json.encode({"name": settings.name, "url": server.url}) + b"\n")
     while True:
         step = scheduler.next_step()
         if settings.tensor_parallel_size > 1:
             _broadcast(step)
         if step.sleeps:
-            fall_asleep()
+            fall_asleep(client)
         if step.pause_id:
             scheduler.quiesced(step.pause_id)
         else:

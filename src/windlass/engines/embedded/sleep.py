@@ -1,18 +1,20 @@
 """Sleep of the embedded engine: the trainer gets the memory of weights and KV cache while it steps.
 
-The weights are lost, so the engine serves nothing until a round has filled and verified all of them. PREPARE of the
+Only tensors that no trainer has (`keep` of `connect_trainer`) are saved and restored. All other weights are lost, so the engine serves nothing until a round has filled and verified all of them. PREPARE of the
 next round wakes the weights, and the first step after PUBLISH allocates the KV cache.
 """
 
 from __future__ import annotations
 
+import ctypes
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import final
 
 from windlass.config import PauseMode
 from windlass.control.engine_agent import EngineHooks
 from windlass.errors import ConfigError, PeerTimeout, ProtocolError, UnsupportedLayout
+from windlass.layout.manifest import ShardManifest
 from windlass.memory.sleeping import SleepingMemory
 from windlass.transfer.arena import Arena
 
@@ -25,6 +27,7 @@ class SleepingWeights:
 
     Args:
         arena: memory of all parameters.
+        manifest: manifest of the rank.
         addresses: addresses of the parameters, in manifest order.
         locate: function that returns the present addresses of the parameters.
         may_sleep: whether the transport of the arena allows it (`TransportTraits.unpinned`).
@@ -37,6 +40,7 @@ class SleepingWeights:
     def __init__(
         self,
         arena: Arena,
+        manifest: ShardManifest,
         addresses: Sequence[int],
         locate: Callable[[], Sequence[int]],
         *,
@@ -45,16 +49,33 @@ class SleepingWeights:
     ) -> None:
         self.caches_nbytes = caches_nbytes
         self._memory = SleepingMemory(arena.address, arena.nbytes)
-        self._addresses, self._locate, self._may_sleep = tuple(addresses), locate, may_sleep
+        self._manifest, self._addresses = manifest, tuple(addresses)
+        self._locate, self._may_sleep = locate, may_sleep
+        # (address, bytes) of each parameter with a tensor that no update fills.
+        self._saved: list[tuple[int, bytes]] = []
         self.is_empty = False
 
-    def sleep(self) -> None:
-        """Free the memory, and record that the values are lost. Idempotent."""
+    def sleep(self, kept: Collection[str] = ()) -> None:
+        """Free the memory, and record that the values are lost. Idempotent.
+
+        Args:
+            kept: names of tensors that no update fills. They are saved for `wake`.
+        """
         self.is_empty = True
+        if not self._memory.is_asleep:
+            manifest = self._manifest
+            indices = {index for name, index in manifest.rows() if name in kept}
+            self._saved = [
+                (
+                    self._addresses[i],
+                    ctypes.string_at(self._addresses[i], manifest.parameters[i].nbytes),
+                )
+                for i in sorted(indices)
+            ]
         self._memory.sleep()
 
     def wake(self) -> None:
-        """Allocate the memory again, and check that every parameter has its old address. Idempotent.
+        """Allocate the memory again, restore the saved tensors, and check that every parameter has its old address. Idempotent.
 
         Raises:
             TransferFailed: there is too little memory.
@@ -62,6 +83,9 @@ class SleepingWeights:
                 read.
         """
         self._memory.wake()
+        for address, saved in self._saved:
+            ctypes.memmove(address, saved, len(saved))
+        self._saved = []
         if (found := tuple(self._locate())) != self._addresses:
             num_kept = sum(a == b for a, b in zip(found, self._addresses, strict=False))
             raise UnsupportedLayout(
