@@ -946,18 +946,20 @@ class Job:
     def _open_tasks(self) -> bytes:
         """Return the yielded tasks that the job has not trained on yet, encoded for a checkpoint.
 
-        Leave out tasks that the journal of rollouts records. Return `b""` if the recipe has no state, or if msgpack cannot
-        encode the tasks.
+        Leave out tasks that the journal of rollouts records, and tasks that msgpack cannot encode. Return `b""` if the recipe
+        has no state.
         """
         if not self._recipe_state:
             return b""
         known = [] if self._has_journal else [task for task, _ in self._open.values()]
-        tasks = (*known, self._drawn, *self._again)
-        try:
-            return encode_tasks([task for task in tasks if task is not None])
-        except ConfigError as error:
-            _log.warning("the checkpoint does not record the tasks that are still open: %s", error)
-            return b""
+        tasks = [task for task in (*known, self._drawn, *self._again) if task is not None]
+        encoded, errors = encode_tasks(tasks)
+        if errors:
+            _log.warning(
+                "the checkpoint does not record %d of %s: %s",
+                *(len(errors), counted(len(tasks), "open task"), errors[0]),
+            )
+        return encoded
 
     @property
     def _has_journal(self) -> bool:

@@ -33,7 +33,7 @@ from windlass.rollout.messages import TrainingSample
 from windlass.rollout.reward_process import import_function
 from windlass.rollout.rewards import ProcessRewards
 from windlass.rollout.text import Chat, Message
-from windlass.rollout.values import encode_value
+from windlass.rollout.values import encode_plain, encode_value
 from windlass.rollout.workflows import Workflow
 
 if TYPE_CHECKING:
@@ -473,13 +473,20 @@ def tasks_of(recipe: Recipe) -> Iterator[tuple[Task, bytes]]:
         yield task, b"" if state is None else encode_value("recipe: state", state)
 
 
-def encode_tasks(tasks: Iterable[Task]) -> bytes:
-    """Return tasks as msgpack, for a checkpoint.
+def encode_tasks(tasks: Iterable[Task]) -> tuple[bytes, list[ConfigError]]:
+    """Return tasks as msgpack, for a checkpoint, and an error for each task that is left out.
 
-    Raises:
-        ConfigError: msgpack cannot encode the arguments or the metadata of a task.
+    A task is left out if msgpack cannot encode its arguments or its metadata. The result may have any size.
     """
-    return encode_value("tasks", [dataclasses.astuple(task) for task in tasks])
+    encoded, errors = list[msgspec.Raw](), list[ConfigError]()
+    for task in tasks:
+        # Keep dataclasses in arguments and metadata: msgpack encodes them as maps, also in messages to workers.
+        fields = [getattr(task, field.name) for field in dataclasses.fields(Task)]
+        try:
+            encoded.append(msgspec.Raw(encode_plain("task", fields)))
+        except ConfigError as error:
+            errors.append(error)
+    return msgspec.msgpack.encode(encoded), errors
 
 
 def _decoded_prompt(prompt: Any) -> str | Sequence[Message] | Chat:

@@ -167,17 +167,28 @@ def encode_value(
     Raises:
         ConfigError: the value is not msgpack-plain, or `check_value` refuses the encoded value.
     """
-    try:
-        encoded = msgspec.msgpack.encode(value, enc_hook=plain)
-    except (TypeError, ValueError, OverflowError, RecursionError) as error:
-        raise ConfigError(
-            f"{what}: must be msgpack-plain, got {type(value).__name__}: {error}"
-        ) from error
+    encoded = encode_plain(what, value, plain)
     try:
         check_value(what, encoded, max_nbytes)
     except ProtocolError as error:
         raise ConfigError(str(error)) from error
     return encoded
+
+
+def encode_plain(
+    what: str, value: object, plain: Callable[[object], object] = plain_value
+) -> bytes:
+    """Encode a value of any size, for the files of this process; for arguments see `encode_value`.
+
+    Raises:
+        ConfigError: the value is not msgpack-plain.
+    """
+    try:
+        return msgspec.msgpack.encode(value, enc_hook=plain)
+    except (TypeError, ValueError, OverflowError, RecursionError) as error:
+        raise ConfigError(
+            f"{what}: must be msgpack-plain, got {type(value).__name__}: {error}"
+        ) from error
 
 
 def plain_map(what: str, values: object) -> dict[str, object]:
