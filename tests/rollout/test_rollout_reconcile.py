@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack
 
@@ -40,6 +41,7 @@ from windlass.rollout.messages import (
     WorkerHello,
     WorkerWelcome,
 )
+from windlass.rollout.pool import WorkerPool
 from windlass.rollout.worker import RolloutWorker, WorkerSettings
 
 SAMPLING = SamplingParams(max_new_tokens=3)
@@ -353,3 +355,28 @@ async def test_a_worker_runs_a_repeated_attempt_once() -> None:
         assert engine.num_requests == 1
         running.cancel()
         await asyncio.gather(running, return_exceptions=True)
+
+
+async def test_a_timer_of_a_replaced_worker_does_not_remove_its_successor() -> None:
+    lost: list[str] = []
+    pool = WorkerPool(
+        RolloutConfig(worker_grace_s=0.01),
+        on_outcomes=lambda _: None,
+        on_lost=lambda _, reason: lost.append(reason),
+        on_change=lambda: None,
+        max_running=8,
+        on_gone=lambda *_: None,
+    )
+    pool.open("controller", (), ())
+    first, second = (
+        WorkerHello(protocol_version=PROTOCOL_VERSION, name="w", incarnation=each, max_concurrent=4)
+        for each in ("first", "second")
+    )
+    await pool.lost(pool.register(first), "connection closed", ended=True)
+    # The loop is busy until the timer of the first process is due. It then runs this call and the timer at once.
+    asyncio.get_running_loop().call_soon(pool.register, second)
+    time.sleep(0.05)  # noqa: ASYNC251
+    await asyncio.sleep(0.05)
+    assert [worker.hello for worker in pool.workers.values()] == [second]
+    assert "worker w: connection closed" not in lost
+    await pool.close()

@@ -721,7 +721,12 @@ class WorkerPool:
     # --- losses --------------------------------------------------------------------------
 
     def _lose(self, worker: Worker, reason: str) -> None:
-        """Remove a worker and report its attempts as lost, so that other workers run them."""
+        """Remove a worker and report its attempts as lost, so that other workers run them.
+
+        Ignore a worker that was removed before, because another process may have registered under its name.
+        """
+        if self.workers.get(worker.hello.name) is not worker:
+            return
         keys = [AttemptKey(*item) for item in worker.assigned.items()]
         worker.assigned.clear()
         self._remove(worker)
