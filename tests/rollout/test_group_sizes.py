@@ -207,6 +207,29 @@ async def test_returned_groups_come_first_and_are_never_too_old() -> None:
         assert rollouts.stats().outstanding == 0
 
 
+async def test_one_task_id_is_acknowledged_as_an_id_and_not_as_its_characters(
+    tmp_path: Path,
+) -> None:
+    file = tmp_path / "journal"
+    async with rig(journal=file) as made:
+        handle = made.rollouts.submit_workflow_group("w", None, 2, SAMPLING)
+        await made.wait_for_starts(2)
+        made.end(*handle.task_ids)
+        group = await made.next_group()
+        made.rollouts.acknowledge(group.rollouts[0].task_id)
+    async with rig(journal=file) as made:
+        assert made.rollouts.recovered.groups == {}
+
+
+async def test_wait_returns_the_results_of_any_iterable_of_handles() -> None:
+    async with rig() as made:
+        handles = [made.rollouts.submit_workflow("w", None, SAMPLING) for _ in range(3)]
+        await made.wait_for_starts(3)
+        made.end(*[handle.task_id for handle in reversed(handles)])
+        found = await made.rollouts.wait(iter(handles), deadline_s=DEADLINE_S)
+        assert [each.task_id for each in found] == [handle.task_id for handle in handles]
+
+
 @pytest.mark.parametrize("wrong", ["unknown", "repeated"])
 async def test_take_delivers_no_group_if_one_id_is_wrong(wrong: str) -> None:
     async with rig() as made:

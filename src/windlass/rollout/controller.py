@@ -354,7 +354,7 @@ class RolloutController:
         self._journal.flush()
 
     async def wait(
-        self, handles: Sequence[RolloutHandle], *, deadline_s: float
+        self, handles: Iterable[RolloutHandle], *, deadline_s: float
     ) -> tuple[Rollout, ...]:
         """Wait for all rollouts; return their results in the order of `handles`.
 
@@ -363,6 +363,7 @@ class RolloutController:
             RolloutError: a rollout failed for a different reason.
         """
         check_deadline("wait", deadline_s)
+        handles = tuple(handles)
         futures = {handle.future for handle in handles}
         if futures:
             _, left = await asyncio.wait(futures, timeout=deadline_s)
@@ -580,7 +581,7 @@ class RolloutController:
         )
 
     def acknowledge(self, task_ids: Iterable[str]) -> None:
-        """Record that the caller has stored these rollouts, so that no later process delivers them. Idempotent.
+        """Record that the caller has stored these rollouts (or this one), so that no later process delivers them. Idempotent.
 
         `return_groups` does not return these rollouts.
 
@@ -591,7 +592,8 @@ class RolloutController:
         Raises:
             RolloutError: the journal cannot be written.
         """
-        for task_id in task_ids:
+        # A text is a sequence of texts too. Its characters are unknown ids, so the rollout would be delivered again.
+        for task_id in (task_ids,) if isinstance(task_ids, str) else task_ids:
             self._life.acknowledge(task_id)
         self._journal.flush()
 
