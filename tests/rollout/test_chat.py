@@ -769,13 +769,47 @@ async def test_the_end_of_a_session_ends_its_requests_without_turns(folder: Path
 
 
 class HoldsOne(FakeEngine):
-    """Engine that holds only its first request."""
+    """Engine that holds only the first request that it may hold."""
 
     _first: Any = None
 
     def _held(self, request: Any) -> bool:
+        if not super()._held(request):
+            return False
         self._first = self._first or request
-        return request is self._first and super()._held(request)
+        return request is self._first
+
+
+async def until_turns(context: WorkflowContext, num_turns: int) -> None:
+    async with asyncio.timeout(WITHIN_S):
+        while len(context.turns) < num_turns:  # noqa: ASYNC110 - a list has no event
+            await asyncio.sleep(0.01)
+
+
+async def test_branches_name_their_turns_if_requests_overlap(folder: Path) -> None:
+    async with AsyncExitStack() as stack:
+        engine = await stack.enter_async_context(HoldsOne("engine"))
+        rig = Rig(stack, engine.url, folder)
+
+        async def agent(context: WorkflowContext) -> Any:
+            async with context.chat_endpoint() as session:
+                client = rig.client(session)
+                await client.chat([QUESTION], max_tokens=1)
+                engine.hold(2)
+                other = {"role": "user", "content": "Another question."}
+                asking = asyncio.create_task(client.chat([other], n=2, max_tokens=3))
+                await until_turns(context, 2)
+                await client.chat([{"role": "user", "content": "x"}], max_tokens=1)
+                await engine.release()
+                await asking
+            return session.result()
+
+        rollout = await rig.run(agent)
+    lengths = [len(turn.output.output_ids) for turn in rollout.turns]
+    assert lengths == [1, 3, 1, 3]
+    assert isinstance(rollout.value, dict)
+    branches = rollout.value["branches"]
+    assert [branch["turn"] for branch in branches] == [1, 2, 3]
 
 
 async def test_a_lost_request_of_a_session_that_ends_leaves_no_finished_choice(
@@ -790,9 +824,7 @@ async def test_a_lost_request_of_a_session_that_ends_leaves_no_finished_choice(
                 engine.hold(2)
                 client = rig.client(session)
                 asking = asyncio.create_task(client.chat([QUESTION], n=2, max_tokens=3))
-                async with asyncio.timeout(WITHIN_S):
-                    while not context.turns:  # noqa: ASYNC110 - a list has no event
-                        await asyncio.sleep(0.01)
+                await until_turns(context, 1)
                 # The lost connection cancels the request, and the end of the session cancels it again.
                 asking.cancel()
                 path = f"/sessions/{session.session_id}/reward"

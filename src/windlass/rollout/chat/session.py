@@ -126,7 +126,7 @@ class Branch:
     """Turn that does not continue an earlier turn of the session.
 
     Attributes:
-        turn: number of turns that the session had before this turn.
+        turn: index of the turn in the turns of the attempt.
         reason: reason why the turn does not continue an earlier turn.
     """
 
@@ -157,7 +157,6 @@ class ChatSession:
         session_id: public part of the key.
         reward: number that the agent or `set_reward` has set; None before.
         metadata: value that came with the reward.
-        branches: turns that do not continue an earlier turn.
         task_id, attempt, arguments: see `WorkflowContext`.
     """
 
@@ -178,7 +177,6 @@ class ChatSession:
         self.arguments = context.arguments
         self.reward: float | None = None
         self.metadata: object = None
-        self.branches: list[Branch] = []
         self.policy = Policy(context.sampling, request_sampling)
         self.responses: dict[str, tuple[Message, ...]] = {}
         self._replies: OrderedDict[bytes, Reply] = OrderedDict()
@@ -186,7 +184,9 @@ class ChatSession:
         self._context, self._text, self._limits = context, text, limits
         self._parser, self._marks = parser_of(tool_format), MARKS[tool_format]
         self._conversations = Conversations(text)
-        self._num_turns = self._num_tokens = 0
+        self._num_tokens = 0
+        self._branches: list[tuple[Turn, str]] = []
+        """Turns that begin a branch, with the reason."""
         self._num_requests = 0
         self._slots = asyncio.Semaphore(limits.max_requests)
         self._jobs: set[asyncio.Task[list[Choice]]] = set()
@@ -196,6 +196,14 @@ class ChatSession:
         self._idle_s = 0.0
         self._failure: RolloutError | None = None
         self.is_open = False
+
+    @property
+    def branches(self) -> list[Branch]:
+        """Turns of the attempt that do not continue an earlier turn, in the order of the turns."""
+        # Look the places up now: requests can overlap, and a request that fails removes its turns.
+        reasons = {id(turn): reason for turn, reason in self._branches}
+        turns = enumerate(self._context.turns)
+        return [Branch(place, reasons[id(turn)]) for place, turn in turns if id(turn) in reasons]
 
     @property
     def environment(self) -> dict[str, str]:
@@ -383,9 +391,6 @@ class ChatSession:
             if isinstance(error, RolloutError):
                 raise self._failed(error) from error
             raise
-        if prompt.branch:
-            self.branches.append(Branch(self._num_turns, prompt.branch))
-        self._num_turns += len(turns)
         self._num_tokens += sum(len(t.prompt_ids) + len(t.output.output_ids) for t in turns)
         for choice, each in zip(found, watched, strict=True):
             self._record(call, prompt, choice)
@@ -400,7 +405,10 @@ class ChatSession:
     def _record(self, call: Call, prompt: Prompt, choice: Choice) -> None:
         """Add the text of an answer to its turn, and record the answer, so that later prompts can continue it."""
         ids, text = choice.turn.output.output_ids, choice.whole_text
-        self._replace(choice.turn, msgspec.structs.replace(choice.turn, text=text))
+        with_text = msgspec.structs.replace(choice.turn, text=text)
+        self._replace(choice.turn, with_text)
+        if prompt.branch:
+            self._branches.append((with_text, prompt.branch))
         if isinstance(call.prompt, str):
             # `text` includes the stop text, because the engine generated it. A later prompt continues the answer only
             # if the agent keeps the stop text in it.
