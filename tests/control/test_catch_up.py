@@ -23,10 +23,19 @@ def manifest(worker: str, role: Role, dtype: DType, tensor: str = "weight") -> S
     return builder.build()
 
 
-def engine(name: str, dtype: DType, *, can_send: bool = True, tensor: str = "weight") -> Group:
+def engine(
+    name: str,
+    dtype: DType,
+    *,
+    can_send: bool = True,
+    tensor: str = "weight",
+    rounded: DType | None = None,
+) -> Group:
     described = manifest(f"{name}/0", Role.ENGINE, dtype, tensor)
     hello = msgspec.structs.replace(
-        fake_hello(described, group=name, incarnation=name), can_send=can_send
+        fake_hello(described, group=name, incarnation=name),
+        can_send=can_send,
+        rounded={tensor: rounded} if rounded else {},
     )
     return Group(name, Role.ENGINE, 1, {0: Agent(hello, described)})
 
@@ -47,6 +56,36 @@ def test_a_catch_up_never_rounds_weights_twice(
     trainers = [manifest("trainer/0", Role.TRAINER, trainer)]
     found = find_donor(engine("b", newcomer), [engine("a", donor)], trainers, plan_transfer)
     assert (found is not None) is exact
+
+
+@pytest.mark.parametrize(
+    ("donor", "newcomer", "trainer", "exact"),
+    [
+        # Both engines round in the same way, or only the newcomer rounds.
+        (DType.BFLOAT16, DType.BFLOAT16, DType.FLOAT32, True),
+        (None, DType.BFLOAT16, DType.FLOAT32, True),
+        # The donor rounds values that the newcomer would get unrounded.
+        (DType.BFLOAT16, None, DType.FLOAT32, False),
+        (DType.FLOAT16, DType.BFLOAT16, DType.FLOAT32, False),
+        # The rounding does not change the trainer's values.
+        (DType.BFLOAT16, None, DType.BFLOAT16, True),
+        (DType.BFLOAT16, DType.FLOAT16, DType.BFLOAT16, True),
+    ],
+)
+def test_values_that_the_donor_rounds_differ_from_the_trainers(
+    donor: DType | None, newcomer: DType | None, trainer: DType, exact: bool
+) -> None:
+    """Both engines store the tensor in float32."""
+    trainers = [manifest("trainer/0", Role.TRAINER, trainer)]
+    sender = engine("a", DType.FLOAT32, rounded=donor)
+    receiver = engine("b", DType.FLOAT32, rounded=newcomer)
+    assert (find_donor(receiver, [sender], trainers, plan_transfer) is not None) is exact
+
+
+def test_cast_of_values_that_the_donor_rounds_rounds_them_twice() -> None:
+    trainers = [manifest("trainer/0", Role.TRAINER, DType.FLOAT32)]
+    donor = engine("a", DType.FLOAT32, rounded=DType.FLOAT16)
+    assert find_donor(engine("b", DType.BFLOAT16), [donor], trainers, plan_transfer) is None
 
 
 def test_a_catch_up_without_trainers_needs_a_donor_of_the_same_dtype() -> None:

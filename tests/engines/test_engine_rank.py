@@ -75,8 +75,8 @@ class Api:
 class Rank:
     """One rank of an engine that fuses two tensors into one parameter."""
 
-    def __init__(self, checkpoint: Path) -> None:
-        self.model = torch.nn.Linear(6, 8, bias=False, dtype=torch.bfloat16)
+    def __init__(self, checkpoint: Path, dtype: torch.dtype = torch.bfloat16) -> None:
+        self.model = torch.nn.Linear(6, 8, bias=False, dtype=dtype)
         self.checkpoint = checkpoint
         self.engine_rank = EngineRank()
         self.api = Api(self.engine_rank.gate)
@@ -87,10 +87,10 @@ class Rank:
         for name, tensor in weights:
             self.model.weight.data[first[name] : first[name] + 4].copy_(tensor)
 
-    def _capture(self) -> Captured:
+    def _capture(self, worker: str) -> Captured:
         self.num_captures += 1
         specs = checkpoint_specs(self.checkpoint)
-        return capture(self.model, specs, self._load, worker="engine/0")
+        return capture(self.model, specs, self._load, worker=worker)
 
     def settings(self, url: str, *, name: str = "engine") -> AgentSettings:
         return AgentSettings(
@@ -100,14 +100,15 @@ class Rank:
 
     def capture(self, url: str, *, name: str = "engine") -> AgentSettings:
         settings = self.settings(url, name=name)
-        self.engine_rank.capture(settings, 0, self._capture, lambda: self.api)
+        captures = partial(self._capture, f"{name}/0")
+        self.engine_rank.capture(settings, 0, captures, lambda: self.api)
         return settings
 
     def join(self, url: str, *, name: str = "engine") -> None:
         self.engine_rank.join(self.capture(url, name=name), 0, TOKEN)
 
     def holds(self, trainer: torch.nn.ParameterDict) -> bool:
-        expected = torch.cat([trainer["a"], trainer["b"]]).to(torch.bfloat16)
+        expected = torch.cat([trainer["a"], trainer["b"]]).to(self.model.weight.dtype)
         return torch.equal(self.model.weight.data, expected)
 
 
@@ -335,6 +336,36 @@ async def test_rank_refuses_to_keep_a_tensor_that_it_computes(rank: Rank) -> Non
             await asyncio.to_thread(publish, trainer, controller.url, 1, keep=("b",))
         assert (rank.model.weight == 3.0).all()
     leave(rank)
+
+
+@pytest.mark.parametrize("stored", [torch.bfloat16, torch.float32])
+async def test_catch_up_copies_no_values_that_the_donor_has_rounded(
+    rank: Rank, tmp_path: Path, stored: torch.dtype
+) -> None:
+    """The donor rounds a float32 parameter to the dtype of its checkpoint. The newcomer's checkpoint has float32."""
+    folders = {name: tmp_path / name for name in ("donor", "newcomer")}
+    for folder, dtype in zip(folders.values(), (stored, torch.float32), strict=True):
+        folder.mkdir()
+        tensors = {n: torch.zeros(4, 6, dtype=dtype) for n in ("a", "b")}
+        save_file(tensors, folder / "model.safetensors")
+    ranks = {name: Rank(folder, torch.float32) for name, folder in folders.items()}
+    trainer = torch.nn.ParameterDict({n: t / 7 for n, t in weights(1).items()})
+    async with windlass.Controller(token=TOKEN) as controller:
+        await asyncio.to_thread(ranks["donor"].join, controller.url, name="donor")
+        connect = partial(windlass.connect_trainer, controller=controller.url, token=TOKEN)
+        with await asyncio.to_thread(connect, trainer) as client:
+            await asyncio.to_thread(client.publish, 1, deadline_s=30)
+            await asyncio.to_thread(ranks["newcomer"].join, controller.url, name="newcomer")
+            wait = partial(controller.wait_for_version, 1, engines=["newcomer"])
+            if stored is torch.float32:
+                await wait(deadline_s=30)
+            else:
+                with pytest.raises(PeerTimeout):
+                    await wait(deadline_s=3)
+                await asyncio.to_thread(client.publish, 2, deadline_s=30)
+            assert ranks["newcomer"].holds(trainer)
+    for each in ranks.values():
+        leave(each)
 
 
 async def test_kept_tensor_is_saved_before_a_sleep(rank: Rank) -> None:

@@ -12,6 +12,7 @@ import msgspec
 from windlass.config import P2pBackend, UpdateBackend, UpdateMode
 from windlass.envs import environment_value
 from windlass.errors import ConfigError
+from windlass.layout.dtypes import DType
 from windlass.layout.manifest import Role
 from windlass.memory.room import HOST
 from windlass.transfer.bindings import DestinationBinding, GroupOffer, RelayAddress
@@ -98,6 +99,8 @@ class Hello(msgspec.Struct, frozen=True, tag="hello"):
         keep: from a trainer rank, name patterns of engine tensors that stay as they are if no trainer has them.
         kept: from an engine rank, names of the tensors that stayed as they were when it got `served_version`, because no
             trainer of that version had them.
+        rounded: from an engine rank, tensor -> dtype to which the engine rounds the values that it has received. The
+            rounded values stay in a parameter of a wider dtype, which the manifest names.
         releases: whether a trainer rank frees memory for the engines after they have verified its bytes (`Release`).
         room: memory on which the rank takes turns.
     """
@@ -126,6 +129,7 @@ class Hello(msgspec.Struct, frozen=True, tag="hello"):
     allow_unused: tuple[str, ...] = ()
     keep: tuple[str, ...] = ()
     kept: tuple[str, ...] = ()
+    rounded: dict[str, DType] = {}
     releases: bool = False
     room: TurnRoom = TurnRoom()
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 
 import numpy as np
 
@@ -12,6 +12,9 @@ from windlass.layout.dtypes import DType
 from windlass.layout.manifest import ShardManifest
 from windlass.planning.plan import DTYPES, TransferPlan
 from windlass.planning.planner import Planner
+
+_HALF_NBYTES = 2
+"""Bytes of a value of the dtypes to which engines round."""
 
 
 def find_donor(
@@ -42,7 +45,7 @@ def find_donor(
         except PlanError:
             # This engine cannot fill a tensor of the newcomer.
             continue
-        if _is_exact(plan, trainers):
+        if _is_exact(plan, trainers, donor.rounded, newcomer.rounded):
             return donor, plan
     return None
 
@@ -66,26 +69,37 @@ def tensors_to_keep(donor: Group, newcomer: Sequence[ShardManifest]) -> frozense
     return frozenset(kept & own)
 
 
-def _is_exact(plan: TransferPlan, trainers: Sequence[ShardManifest]) -> bool:
+def _is_exact(
+    plan: TransferPlan,
+    trainers: Sequence[ShardManifest],
+    sent: Mapping[str, DType],
+    received: Mapping[str, DType],
+) -> bool:
     """Return whether a copy from the donor by this plan gives the same bytes as a transfer from the trainers.
 
-    A tensor that the plan does not cast always arrives with the same bytes. A cast tensor does so only if the donor
-    stores it in a trainer's dtype: the copy then rounds each value once, as a transfer from the trainers does. If the
-    donor stores it in another dtype, the donor's values are already rounded, and the copy would round them a second time.
+    A tensor arrives with the same bytes if both engines store it in the same dtype, and if the donor does not round its
+    values, or if both round them in the same way. Otherwise the donor must hold the trainers' own values: the dtype in
+    which it stores the tensor, or to which it rounds the values, must be a trainer's. The copy then rounds each value
+    once, as a transfer from the trainers does.
 
     Args:
         plan: plan from the donor's ranks to the newcomer's.
-        trainers: manifests of the trainer ranks. If there are none, no cast counts as exact.
+        trainers: manifests of the trainer ranks. If there are none, they do not count as holding any value.
+        sent: tensor -> dtype to which the donor rounds its values, see `Hello.rounded`.
+        received: tensor -> dtype to which the newcomer rounds its values.
     """
-    casts = np.flatnonzero(plan.ops.src_dtype != plan.ops.dst_dtype)
-    if not len(casts):
-        return True
-    names = {plan.tensors[int(t)] for t in np.unique(plan.ops.tensor[casts])}
-    have = {
-        (plan.tensors[int(plan.ops.tensor[op])], DTYPES[int(plan.ops.src_dtype[op])])
-        for op in casts
-    }
-    return have <= _dtypes_of(trainers, names)
+    ops = plan.ops
+    rounded = [index for index, name in enumerate(plan.tensors) if name in sent]
+    asked = np.flatnonzero((ops.src_dtype != ops.dst_dtype) | np.isin(ops.tensor, rounded))
+    columns = (ops.tensor[asked], ops.src_dtype[asked], ops.dst_dtype[asked])
+    have: set[tuple[str, DType]] = set()
+    for tensor, src, dst in np.unique(np.stack(columns, 1), axis=0).tolist():
+        name, stored = plan.tensors[tensor], DTYPES[src]
+        # A parameter of 16 bits has the dtype of the checkpoint, so nothing rounds its values.
+        precision = sent.get(name) if stored.itemsize > _HALF_NBYTES else None
+        if stored is not DTYPES[dst] or precision not in (None, received.get(name)):
+            have.add((name, precision or stored))
+    return have <= _dtypes_of(trainers, {name for name, _ in have})
 
 
 def _dtypes_of(

@@ -18,6 +18,7 @@ from windlass.control.messages import Failure, FailureKind, Result
 from windlass.control.round_state import EngineOutcome
 from windlass.control.rounds import Finish, Replied
 from windlass.errors import ManifestError, ProtocolError
+from windlass.layout.dtypes import DType
 from windlass.layout.manifest import Role, ShardManifest
 from windlass.net.logs import printable
 from windlass.net.messages import MustWait, RoundId, check_version
@@ -185,6 +186,11 @@ class Group:
     def kept(self) -> frozenset[str]:
         """Names of the engine's tensors that are not part of its version, from all its ranks; see `Hello.kept`."""
         return frozenset[str]().union(*(agent.kept for agent in self.agents.values()))
+
+    @property
+    def rounded(self) -> dict[str, DType]:
+        """Tensor -> dtype to which the engine rounds received values, from all its ranks; see `Hello.rounded`."""
+        return {n: dtype for hello in self.hellos for n, dtype in hello.rounded.items()}
 
     @property
     def url(self) -> str:

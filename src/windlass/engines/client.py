@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import final
 
@@ -15,6 +15,7 @@ from windlass.control.connect_messages import Hello, Registered, TurnRoom, group
 from windlass.control.engine_agent import EngineAgent, EngineHooks, Sleeper
 from windlass.control.engine_channel import EngineChannel
 from windlass.errors import ConfigError
+from windlass.layout.dtypes import DType
 from windlass.layout.manifest import Role, ShardManifest
 from windlass.memory.room import room_of, used_nbytes
 from windlass.net.addresses import check_url, own_address
@@ -38,6 +39,8 @@ class EngineWeights:
             this process. None if the live parameters are in this process.
         buffered: names of parameters from which the engine computes its own tensors after every update. The engine cannot
             keep tensors in these parameters (`keep` of `connect_trainer`).
+        rounded: tensor -> dtype to which the engine rounds the values that it has received, in the parameter itself.
+            Engines that do not round in the same way do not catch up from this engine.
     """
 
     manifest: ShardManifest
@@ -46,6 +49,7 @@ class EngineWeights:
     register_s: float = 0.0
     remote: RemoteMemory | None = None
     buffered: Collection[str] = ()
+    rounded: Mapping[str, DType] = field(default_factory=dict)
 
 
 @final
@@ -149,6 +153,7 @@ class EngineClient(Closing):
                     served_version=agent.served_version,
                     lineage=agent.lineage,
                     kept=tuple(sorted(agent.kept_by_version)),
+                    rounded=dict(weights.rounded),
                     mixed_weights=agent.mixed_weights,
                     can_send=can_send,
                     comes_to_rest=comes_to_rest,

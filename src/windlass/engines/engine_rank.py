@@ -409,6 +409,7 @@ class EngineRank:
                 regions=regions,
                 register_s=time.perf_counter() - begun,
                 buffered=frozenset(captured.repacked),
+                rounded=captured.rounded,
             ),
             transport=transport,
             hooks=hooks,

@@ -66,6 +66,8 @@ class Rounding:
     values, so an updated engine must round the received values in the same way.
 
     Attributes:
+        name: name of the parameter.
+        tensors: names of the checkpoint's tensors.
         dtype: dtype of the checkpoint's tensors.
         received: views of the memory that updates write.
         targets: views of the parameter, of the same shapes. If updates write the parameter itself, `targets` is the
@@ -73,7 +75,8 @@ class Rounding:
     """
 
     name: str
-    dtype: torch.dtype
+    tensors: tuple[str, ...]
+    dtype: DType
     received: tuple[torch.Tensor, ...]
     targets: tuple[torch.Tensor, ...]
 
@@ -99,7 +102,7 @@ def _round(roundings: Sequence[Rounding]) -> None:
         for received, target in zip(rounding.received, rounding.targets, strict=True):
             if not received.numel():
                 continue
-            rounded = received.to(rounding.dtype)
+            rounded = received.to(torch_dtype(rounding.dtype))
             waiting.append((rounding.name, target, received, rounded))
             nbytes += rounded.nbytes
             if nbytes >= _ROUNDED_AT_ONCE:
@@ -159,6 +162,12 @@ class Captured:
         received = () if self.recompute is None else self.recompute.parameters
         apart = (r.name for r in self.roundings if not r.in_place)
         return (*apart, *(repack.name for repack in self.repacks), *received)
+
+    @property
+    def rounded(self) -> dict[str, DType]:
+        """Checkpoint tensor -> dtype to which this rank rounds its received values in the parameter itself."""
+        in_place = (rounding for rounding in self.roundings if rounding.in_place)
+        return {tensor: found.dtype for found in in_place for tensor in found.tensors}
 
     @property
     def recomputed(self) -> tuple[str, ...]:
@@ -416,10 +425,11 @@ def _roundings(
     for stored in sorted({spec.dtype for spec, _ in parts} & {*_HALVES}):
         if stored is own and not apart:
             continue
-        boxes = [box for spec, boxes in parts if spec.dtype is stored for box in boxes]
+        given = [(spec.name, boxes) for spec, boxes in parts if spec.dtype is stored]
+        boxes = [box for _, placed in given for box in placed]
         received = _views(memory, boxes)
         targets = _views(target, boxes) if apart else received
-        yield Rounding(name, torch_dtype(stored), received, targets)
+        yield Rounding(name, tuple(n for n, _ in given), stored, received, targets)
 
 
 def _views(memory: torch.Tensor, boxes: Sequence[PlacedBox]) -> tuple[torch.Tensor, ...]:
