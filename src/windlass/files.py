@@ -51,19 +51,20 @@ def write_file(path: Path, content: bytes) -> None:
         file.write(content)
 
 
-def run_file(setting: str, file: Path, module_name: str) -> ModuleType:
+def run_file(setting: str, file: Path, module_name: str, source: bytes | None = None) -> ModuleType:
     """Run a Python file of the user, and return its module. The file may import modules in the same folder.
 
     Args:
         setting: name of the setting that contains the file's path, for error messages.
         file: the user's file.
         module_name: name of the module in `sys.modules`.
+        source: content to run, if the file may have changed since it was read; None for the present content.
 
     Raises:
         ConfigError: there is no such file, or the file raises an error.
     """
     spec = importlib.util.spec_from_file_location(module_name, file)
-    if spec is None or spec.loader is None or not file.is_file():
+    if spec is None or spec.loader is None or (source is None and not file.is_file()):
         raise ConfigError(f"{setting} must be a Python file, got {str(file)!r}")
     module = importlib.util.module_from_spec(spec)
     # A dataclass in the file looks up its module by name.
@@ -73,7 +74,12 @@ def run_file(setting: str, file: Path, module_name: str) -> ModuleType:
         # Python does the same for the folder of a script that it runs.
         sys.path.insert(0, folder)
     try:
-        spec.loader.exec_module(module)
+        if source is None:
+            spec.loader.exec_module(module)
+        else:
+            # Without `dont_inherit`, the `__future__` imports of this module would apply to the user's file.
+            code = compile(source, file, "exec", dont_inherit=True)
+            exec(code, vars(module))  # noqa: S102
     except (Exception, SystemExit) as error:
         raise ConfigError(
             f"{setting} must be a file that Python can run, got {str(file)!r}: {raised_at(error, file)}"

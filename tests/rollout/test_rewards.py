@@ -230,6 +230,26 @@ async def test_killed_process_costs_the_rollout_that_it_scored(tmp_path: Path) -
         assert await pool.score(rollouts(["fine"] * 4)) == tuple(map(expected, range(4)))
 
 
+@pytest.mark.parametrize(
+    "edited", ["def reward(rollout):\n    return -1.0\n", "def reward(rollo", None]
+)
+async def test_new_processes_run_the_file_as_it_was_at_the_start(
+    edited: str | None, tmp_path: Path
+) -> None:
+    file = write(tmp_path)
+    config = ProcessRewards(file=file, num_processes=1, deadline_s=30.0)
+    async with RewardPool(config) as pool:
+        assert await pool.score(rollouts(["fine"])) == (1.0,)
+        if edited is None:
+            (tmp_path / "reward.py").rename(tmp_path / "other.py")
+        else:
+            write(tmp_path, edited)
+        found = await pool.score(rollouts(["exit", "raise", "fine"]))
+    assert str(found[0]).endswith("the reward process ended with exit status 3")
+    assert str(found[1]).endswith("raised line 18: ValueError: the answer has no number")
+    assert found[2] == expected(2)
+
+
 async def test_cancelled_call_ends_its_process_and_frees_its_place(tmp_path: Path) -> None:
     config = ProcessRewards(file=write(tmp_path), num_processes=1)
     async with RewardPool(config) as pool:

@@ -2,8 +2,8 @@
 
 `python -m windlass.rollout.reward_process SOCKET FILE FUNCTION MEMORY_NBYTES`
 
-The process imports the user's file, then scores one rollout per frame. A frame is a length of four bytes and a message in
-msgpack. The function may print: its output does not share the socket.
+The first frame is the content of the user's file. The process runs it, then scores one rollout per frame. A frame is a
+length of four bytes and a message in msgpack. The function may print: its output does not share the socket.
 """
 
 from __future__ import annotations
@@ -63,14 +63,18 @@ class Raised(msgspec.Struct, frozen=True, tag="raised"):
     is_memory: bool = False
 
 
-def import_function(file: Path, name: str) -> Callable[[Rollout], object]:
+def import_function(
+    file: Path, name: str, source: bytes | None = None
+) -> Callable[[Rollout], object]:
     """Run the user's file, and return its function `name`. The file may import modules in the same folder.
+
+    `source` is the content to run, see `run_file`.
 
     Raises:
         ConfigError: there is no such file or function, the file raises an error, or the function does not take one
             argument.
     """
-    module = run_file("rewards.file", file, MODULE)
+    module = run_file("rewards.file", file, MODULE, source)
     found: Callable[[Rollout], object] | None = vars(module).get(name)
     if not callable(found):
         known = sorted(
@@ -143,6 +147,12 @@ def _received(connection: socket.socket, num_bytes: int) -> bytes:
     return bytes(found)
 
 
+def _frame(connection: socket.socket) -> bytes:
+    """Return the next frame of the socket, without its length; raise `EOFError` if the pool has closed the socket."""
+    (length,) = LENGTH.unpack(_received(connection, LENGTH.size))
+    return _received(connection, length)
+
+
 def main(arguments: list[str]) -> int:
     """Import the function and score rollouts until the pool closes the socket; return the exit status."""
     number, path, name, memory_nbytes = arguments
@@ -153,7 +163,9 @@ def main(arguments: list[str]) -> int:
     # If the function forks, the child must not use the socket, whatever it does.
     os.register_at_fork(after_in_child=connection.close)
     try:
-        function = import_function(file, name)
+        function = import_function(file, name, _frame(connection))
+    except EOFError:
+        return 0
     except ConfigError as error:
         _send(connection, Ready(str(error)[:MAX_TEXT]))
         return 2
@@ -162,8 +174,7 @@ def main(arguments: list[str]) -> int:
     _send(connection, Ready())
     while True:
         try:
-            (length,) = LENGTH.unpack(_received(connection, LENGTH.size))
-            rollout = msgspec.msgpack.decode(_received(connection, length), type=Rollout)
+            rollout = msgspec.msgpack.decode(_frame(connection), type=Rollout)
         except EOFError:
             return 0
         answer = _score(function, rollout, file)

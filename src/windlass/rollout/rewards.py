@@ -110,7 +110,8 @@ class ProcessRewards(msgspec.Struct, frozen=True, kw_only=True, tag="processes",
     """Settings of a reward function that runs in worker processes.
 
     Attributes:
-        file: Python file with the function; in a job, empty for the file of the recipe. Each process imports the file.
+        file: Python file with the function; in a job, empty for the file of the recipe. Each process runs the file. A
+            process that replaces another runs the same content, also if the file has changed since the start.
         function: name of the function. It takes a `Rollout` and returns a finite number.
         num_processes: number of processes. Each process scores one rollout at a time.
         deadline_s: seconds that the function has for one rollout.
@@ -160,8 +161,8 @@ class RewardProcess:
         return status
 
     @classmethod
-    async def start(cls, config: ProcessRewards) -> RewardProcess:
-        """Start a process, and wait until it has imported the function.
+    async def start(cls, config: ProcessRewards, source: bytes) -> RewardProcess:
+        """Start a process, and wait until it has imported the function from `source`, the content of the file.
 
         Raises:
             ConfigError: the process could not import the function.
@@ -185,6 +186,7 @@ class RewardProcess:
             theirs.close()
         started = cls(process, *await asyncio.open_connection(sock=ours))
         try:
+            started._write(source)
             _check_ready(
                 await started._answer(
                     f"rewards.file {config.file}",
@@ -210,7 +212,7 @@ class RewardProcess:
             raise ConfigError(
                 f"rollout {rollout.task_id}: metadata and value must be msgpack-plain for rewards in processes: {error}"
             ) from error
-        self._writer.write(LENGTH.pack(len(encoded)) + encoded)
+        self._write(encoded)
         where = f"rollout {rollout.task_id}"
         answer = await self._answer(where, "no reward", deadline_s)
         self.num_scored += 1
@@ -228,6 +230,10 @@ class RewardProcess:
         raise _RaisedError(
             f"{where}: the reward function raised {answer.error}", f"raised {answer.kind}"
         )
+
+    def _write(self, content: bytes) -> None:
+        """Write a frame into the buffer of the socket; `_frame` waits until it is sent."""
+        self._writer.write(LENGTH.pack(len(content)) + content)
 
     async def _answer(self, what: str, late: str, deadline_s: float) -> Ready | Scored | Raised:
         """Return the next frame of the process.
@@ -354,8 +360,12 @@ class RewardPool:
     """
 
     def __init__(self, config: ProcessRewards) -> None:
-        if not config.file or not Path(config.file).is_file():
-            raise ConfigError(f"rewards.file must be a Python file, got {config.file!r}")
+        try:
+            self._source = Path(config.file).read_bytes()
+        except OSError as error:
+            raise ConfigError(
+                f"rewards.file must be a Python file, got {config.file!r}: {error}"
+            ) from error
         self._config, self.name = config, f"{config.function} of {config.file}"
         self._slots = asyncio.Semaphore(config.num_processes)
         self._idle: list[RewardProcess] = []
@@ -372,7 +382,10 @@ class RewardPool:
             ConfigError: a process could not import the function.
             RewardError: a process ended, or was not ready within `start_deadline_s`.
         """
-        starts = [RewardProcess.start(self._config) for _ in range(self._config.num_processes)]
+        starts = [
+            RewardProcess.start(self._config, self._source)
+            for _ in range(self._config.num_processes)
+        ]
         found = await asyncio.gather(*starts, return_exceptions=True)
         self._idle = [each for each in found if isinstance(each, RewardProcess)]
         for each in found:
@@ -467,7 +480,7 @@ class RewardPool:
     async def _start(self) -> RewardProcess:
         """Start a process and return it; raise `RewardError` if it does not start."""
         try:
-            started = await RewardProcess.start(self._config)
+            started = await RewardProcess.start(self._config, self._source)
         except (ConfigError, OSError) as error:
             raise RewardError(f"a reward process could not be started: {error}", "start") from error
         if self._closed:
