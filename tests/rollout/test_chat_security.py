@@ -256,6 +256,25 @@ async def test_a_session_with_too_many_tokens_is_refused_more(
     assert answer["error"]["code"] == "session_full"
 
 
+async def test_requests_at_a_time_share_the_tokens_of_their_session(
+    rig: Rig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(session_module, "MAX_SESSION_TOKENS", 100)
+    (session,) = await rig.sessions(1)
+    client = rig.client(session)
+    rig.engine.hold(1)
+    asking = [asyncio.create_task(client.ask("/chat/completions", BODY)) for _ in range(2)]
+    await rig.engine.until_held(2)
+    answer = await client.ask("/chat/completions", BODY, 400)
+    assert answer["error"]["code"] == "session_full"
+    # A cancelled request gives its tokens back.
+    asking.pop().cancel()
+    await rig.engine.until(lambda: rig.engine.num_active == 1)
+    await rig.engine.release()
+    await client.ask("/chat/completions", BODY)
+    await asyncio.gather(*asking)
+
+
 async def test_idle_strangers_do_not_keep_agents_out(rig: Rig) -> None:
     (session,) = await rig.sessions(1)
     parts = urlsplit(session.base_url)

@@ -347,9 +347,24 @@ class ChatSession:
         if self._num_tokens + num_new > MAX_SESSION_TOKENS:
             text = (
                 f"a session may have at most {MAX_SESSION_TOKENS} tokens in all prompts and answers; it has "
-                f"{self._num_tokens}, and this request may add {num_new}"
+                f"{self._num_tokens} (with those of running requests), and this request may add {num_new}"
             )
             raise ApiError(400, text, "session_full")
+        # Count the tokens that this request may add, because other requests may begin before it ends.
+        self._num_tokens += num_new
+        try:
+            return await self._answer_prompt(call, prompt, sampling, on_delta)
+        finally:
+            self._num_tokens -= num_new
+
+    async def _answer_prompt(
+        self,
+        call: Call,
+        prompt: Prompt,
+        sampling: SamplingParams,
+        on_delta: Callable[[Delta], None] | None,
+    ) -> list[Choice]:
+        """Generate and record the answers to a prompt, see `_answer`. Count their tokens."""
         is_open = await asyncio.to_thread(self._opens_reasoning, prompt)
         watched = [
             _Watched(Showing(self._text, call, index, self._marks, is_open=is_open))
