@@ -2,18 +2,27 @@
 
 from __future__ import annotations
 
+import asyncio
+from contextlib import ExitStack
+from functools import partial
+
 import msgspec
 import pytest
+import torch
 from fake_agents import fake_hello
+from flat_engine import flat_engine
 
+import windlass
 from windlass.control.donors import find_donor
 from windlass.control.fleet import Agent, Group
+from windlass.errors import PeerTimeout
 from windlass.layout.box import Box
 from windlass.layout.dtypes import DType
 from windlass.layout.manifest import ManifestBuilder, Role, ShardManifest
 from windlass.planning.planner import plan_transfer
 
 SHAPE = (4, 6)
+TOKEN = "t" * 32
 
 
 def manifest(worker: str, role: Role, dtype: DType, tensor: str = "weight") -> ShardManifest:
@@ -123,3 +132,60 @@ def test_engines_that_cannot_send_or_have_other_tensors_are_no_donors() -> None:
         engine("b", DType.BFLOAT16, tensor="another"),
     ]
     assert find_donor(engine("c", DType.BFLOAT16), candidates, (), plan_transfer) is None
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+async def test_later_trainers_do_not_decide_what_a_copy_of_an_earlier_version_may_round(
+    dtype: torch.dtype,
+) -> None:
+    """Trainers in float32 published the version. The donor has it in bfloat16, as have the trainers that connect later."""
+    tensors = {"weight": torch.arange(24, dtype=torch.float32).view(SHAPE) / 7}
+    model = torch.nn.ParameterDict({n: t.clone() for n, t in tensors.items()})
+    async with windlass.Controller(token=TOKEN) as controller:
+        connect = partial(windlass.connect_trainer, controller=controller.url, token=TOKEN)
+        wait = partial(controller.wait_for_version, 0, deadline_s=3)
+        loop = asyncio.get_running_loop()
+
+        def run() -> None:
+            with ExitStack() as undo:
+                engine_of = partial(flat_engine, controller.url, TOKEN)
+                donor = {"weight": tensors["weight"].bfloat16()}
+                undo.enter_context(engine_of(donor, name="donor"))
+                with connect(model) as trainer:
+                    trainer.publish(0, deadline_s=20)
+                if dtype is torch.bfloat16:
+                    later = torch.nn.ParameterDict({n: t.bfloat16() for n, t in tensors.items()})
+                    trainer = undo.enter_context(connect(later))
+                newcomer = undo.enter_context(engine_of(donor, name="same"))
+                served = wait(engines=["same"])
+                asyncio.run_coroutine_threadsafe(served, loop).result()
+                assert torch.equal(newcomer["weight"], donor["weight"])
+                newcomer = undo.enter_context(engine_of(tensors, name="wider"))
+                served = wait(engines=["wider"])
+                with pytest.raises(PeerTimeout):
+                    asyncio.run_coroutine_threadsafe(served, loop).result()
+                assert torch.equal(newcomer["weight"], torch.ones(SHAPE))
+
+        await asyncio.to_thread(run)
+
+
+async def test_engine_catches_up_from_a_donor_with_the_values_of_trainers_that_have_left() -> None:
+    tensors = {"weight": torch.arange(24, dtype=torch.float32).view(SHAPE) / 7}
+    model = torch.nn.ParameterDict({n: t.clone() for n, t in tensors.items()})
+    async with windlass.Controller(token=TOKEN) as controller:
+        connect = partial(windlass.connect_trainer, controller=controller.url, token=TOKEN)
+        loop = asyncio.get_running_loop()
+
+        def run() -> None:
+            with ExitStack() as undo:
+                engine_of = partial(flat_engine, controller.url, TOKEN)
+                undo.enter_context(engine_of(tensors, name="donor"))
+                with connect(model) as trainer:
+                    trainer.publish(0, deadline_s=20)
+                narrow = {"weight": tensors["weight"].bfloat16()}
+                newcomer = undo.enter_context(engine_of(narrow, name="narrow"))
+                served = controller.wait_for_version(0, engines=["narrow"], deadline_s=10)
+                asyncio.run_coroutine_threadsafe(served, loop).result()
+                assert torch.equal(newcomer["weight"], narrow["weight"])
+
+        await asyncio.to_thread(run)

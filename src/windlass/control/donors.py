@@ -30,7 +30,7 @@ def find_donor(
     Args:
         newcomer: the engine that receives.
         candidates: engines that serve the published version, in order of preference.
-        trainers: manifests of the trainer ranks; empty if no trainer is connected.
+        trainers: manifests of the trainer ranks that published the version; empty if they are not known.
         planner: compiles plans.
 
     Returns:
@@ -84,7 +84,7 @@ def _is_exact(
 
     Args:
         plan: plan from the donor's ranks to the newcomer's.
-        trainers: manifests of the trainer ranks. If there are none, they do not count as holding any value.
+        trainers: manifests of the trainer ranks that published the version. If there are none, no cast counts as exact.
         sent: tensor -> dtype to which the donor rounds its values, see `Hello.rounded`.
         received: tensor -> dtype to which the newcomer rounds its values.
     """

@@ -209,6 +209,7 @@ class Fleet:
     Attributes:
         published: the published version; -1 for none. `publish` changes it.
         published_by: trainer processes that published this version.
+        published_from: manifests of these processes; empty if this controller does not know them.
         lineage: lineage of the run that the published version belongs to. Engines with a version of another lineage
             count as engines without a version.
         job: job of the connected trainer ranks, or of the last ones; None before the first rank.
@@ -221,6 +222,7 @@ class Fleet:
     ) -> None:
         self.published, self.lineage = published, lineage
         self.published_by: frozenset[Identity] = frozenset()
+        self.published_from: tuple[ShardManifest, ...] = ()
         self._groups: dict[str, Group] = {}
         self._agents: dict[str, Agent] = {}
         self._endpoints: set[PeerEndpoint] = set()
@@ -238,6 +240,8 @@ class Fleet:
 
     def publish(self, version: int, lineage: str) -> None:
         """Record the published version (-1 for none) and its lineage, and update the states of all engines."""
+        if (version, lineage) != (self.published, self.lineage):
+            self.published_from = ()
         self.published, self.lineage = version, lineage
         for engine in self.engines():
             self._update_state(engine)

@@ -18,7 +18,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import final
 
@@ -38,7 +38,7 @@ from windlass.control.report import RoundOutcome, UpdateReport
 from windlass.control.round_runner import RoundRunner
 from windlass.control.run import Run
 from windlass.errors import PeerUnreachable, WindlassError
-from windlass.layout.manifest import Role
+from windlass.layout.manifest import Role, ShardManifest
 from windlass.net.clock import Backoff
 from windlass.net.messages import Envelope, Reply
 from windlass.planning.plan import TransferPlan
@@ -261,9 +261,8 @@ class CatchUps:
         if is_mixed and not attempts.clean and is_writer_away:
             # The absent trainer may still be writing into this engine.
             return
-        truth = trainers.manifests if trainers is not None else ()
-        find = self._backend.find_donor
-        found = await asyncio.to_thread(find, newcomer, candidates, truth, self._planner)
+        find, published_from = self._backend.find_donor, self._published_from()
+        found = await asyncio.to_thread(find, newcomer, candidates, published_from, self._planner)
         if found is None:
             attempts.unable.update(donor.identities for donor in candidates)
             return
@@ -279,6 +278,21 @@ class CatchUps:
             self._attempts.pop(newcomer.name, None)
         else:
             self._failed(newcomer.name, attempts, donor_identities, report.reason)
+
+    def _published_from(self) -> Sequence[ShardManifest]:
+        """Return the manifests of the trainer ranks that published the version; empty if they are not known.
+
+        A controller that has started since then knows them if they are still connected, because they report the version.
+        Other trainers may have other dtypes.
+        """
+        fleet = self._fleet
+        if fleet.published_from:
+            return fleet.published_from
+        trainers = fleet.trainers()
+        past = fleet.published, fleet.lineage
+        if trainers is None or any((h.served_version, h.lineage) != past for h in trainers.hellos):
+            return ()
+        return trainers.manifests
 
     async def _copy(self, donor: Group, newcomer: Group, plan: TransferPlan) -> UpdateReport:
         """Bind two engines, run a round in which `donor` sends its weights to `newcomer`, and return the report.

@@ -167,6 +167,8 @@ class RoundRunner:
             if is_new:
                 self._suspicions.digests = finish.digests
                 self._fleet.published_by = binding.identities_of(binding.trainers)
+                sources = (driver.sessions[worker].agent for worker in binding.trainers)
+                self._fleet.published_from = tuple(agent.manifest for agent in sources)
             self._connector.note_carried(finish.carried)
             self._run.record_outcome(JournalKind.PUBLISHED, report.version, report.engines)
         else:
