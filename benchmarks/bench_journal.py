@@ -74,8 +74,7 @@ async def one_run(path: Path | None, *, sync_each: bool) -> tuple[float, float, 
         journal.flush()
         if sync_each and descriptor is not None:
             os.fdatasync(descriptor)
-        while life.table.ready:
-            group = life.hand_out()
+        for group in life.deliver([*life.table.ready]):
             life.acknowledge(group.rollouts[0].task_id)
         journal.flush()
     seconds, cpu_s = time.perf_counter() - began, time.thread_time() - began_cpu

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import dataclasses
 import errno
 import itertools
@@ -148,7 +149,7 @@ class Process:
         while self.table.ready:
             first = next(iter(self.table.ready.values()))
             returned = {record.task_id for record in first.records if record.is_returned}
-            group = self.life.hand_out(keep=True)
+            (group,) = self.life.deliver([*self.table.ready][:1], keep=True)
             self.journal.flush()
             for rollout in group.rollouts:
                 young = self.policy.version - min(rollout.versions) <= MAX_STALENESS
@@ -589,6 +590,48 @@ async def test_a_local_rollout_that_ends_while_the_disk_is_full_is_used_later(
         stats = controller.stats()
         assert (stats.completed, stats.running, stats.retried) == (3, 0, 0)
     assert not [r for r in caplog.records if r.name == "asyncio"], "no traceback of a callback"
+
+
+async def test_groups_that_a_full_disk_keeps_from_delivery_are_delivered_later(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(journal, "WRITE_AGAIN_S", 0.01)
+
+    async def quick(context: WorkflowContext) -> object:
+        return context.arguments
+
+    def full(*_: object) -> int:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    engines = StaticEngines([("engine", "http://127.0.0.1:9", 0)])
+    config = RolloutConfig(journal=tmp_path / "journal")
+    policy = StalenessPolicy.unbounded(8)
+    async with RolloutController(engines, policy, config=config) as controller, asyncio.timeout(10):
+        changed = asyncio.Event()
+        controller.on_change(changed.set)
+        controller.run_here({"quick": quick})
+        handles = [controller.submit_workflow_group("quick", n, 2, SAMPLING) for n in range(3)]
+        while len(controller.ready_ids()) < 3:
+            changed.clear()
+            await changed.wait()
+        # A checkpoint of the trainer has filled the disk, and nothing was written since then.
+        with monkeypatch.context() as patched:
+            patched.setattr(os, "write", full)
+            for _ in range(2):
+                with pytest.raises(RolloutError, match="No space left"):
+                    await controller.next_batch(2, deadline_s=5)
+            await asyncio.sleep(0.05)
+            assert controller.stats().completed == 0
+            assert not any(handle.done() for handle in handles)
+        while True:
+            with contextlib.suppress(RolloutError):
+                groups = await controller.next_batch(3, deadline_s=5)
+                break
+            await asyncio.sleep(0.01)
+        assert [group.rollouts[1].value for group in groups] == [0, 1, 2]
+    left = PersistedState.of(journal_entries(tmp_path / "journal"))
+    assert left is not None
+    assert (left.tasks, left.started.consumed) == ({}, 6)
 
 
 async def test_a_journal_that_was_removed_or_replaced_is_noticed(tmp_path: Path) -> None:

@@ -205,7 +205,7 @@ class Bench:
 
     def hand_out(self) -> None:
         while self.life.table.ready:
-            group = self.life.hand_out()
+            (group,) = self.life.deliver([*self.life.table.ready][:1])
             self.handed.append([rollout.task_id for rollout in group.rollouts])
             for rollout in group.rollouts:
                 age = self.policy.version - min(rollout.versions)

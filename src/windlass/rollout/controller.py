@@ -351,7 +351,6 @@ class RolloutController:
         """
         self._journal.check()
         self._life.replace(reasons)
-        self._journal.flush()
 
     async def wait(
         self, handles: Iterable[RolloutHandle], *, deadline_s: float
@@ -512,11 +511,7 @@ class RolloutController:
                 written. In these cases no group is delivered.
         """
         self._journal.check()
-        ids = tuple(group_ids)
-        self._life.check_ready(ids)
-        groups = tuple([self._life.hand_out(group_id, keep=keep) for group_id in ids])
-        self._journal.flush()
-        return groups
+        return self._life.deliver(tuple(group_ids), keep=keep)
 
     def return_groups(self) -> tuple[GroupHandle, ...]:
         """Make all kept groups ready again, before all other groups.
@@ -539,9 +534,7 @@ class RolloutController:
             RolloutError: the journal cannot be written.
         """
         self._journal.check()
-        handles = tuple(self._life.return_groups())
-        self._journal.flush()
-        return handles
+        return tuple(self._life.return_groups())
 
     @property
     def failed_alike(self) -> int:

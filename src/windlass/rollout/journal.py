@@ -353,6 +353,24 @@ class RolloutJournal:
         if self.on:
             self.add(msgspec.convert(record, Attempted, from_attributes=True))
 
+    def deliver(self, groups: Sequence[Sequence[str]]) -> None:
+        """Write that the controller delivers these groups of task ids. Call this before the delivery.
+
+        Raises:
+            RolloutError: the file cannot be written. It does not contain these deliveries, also after a later write.
+        """
+        self.flush()
+        for task_ids in groups:
+            self.delivered(task_ids)
+        try:
+            self.flush()
+        except RolloutError:
+            # The entries end the rollouts, but the caller does not get them. An entry without effect takes their place,
+            # because the journal must write an entry before it counts as usable again.
+            self._added.clear()
+            self.add(Ended(()))
+            raise
+
     def delivered(self, task_ids: Sequence[str]) -> None:
         """Record that the controller delivered these rollouts together: a whole group, or a single rollout.
 

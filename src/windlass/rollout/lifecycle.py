@@ -655,15 +655,6 @@ class Lifecycle:
             self._give_up(record)
             self._throw_away(record, record.outcome)
 
-    def check_ready(self, group_ids: Sequence[int]) -> None:
-        """Raise `RolloutError` unless all groups are ready and each id occurs once; see `RolloutController.take`."""
-        for index, group_id in enumerate(group_ids):
-            if group_id not in self.table.ready or group_id in group_ids[:index]:
-                raise RolloutError(
-                    f"take: group_ids must be complete, not delivered and given once, got {group_id}; "
-                    "take ids that ready_ids returns"
-                )
-
     def peek(self, group_id: int) -> RolloutGroup:
         """Return a ready group without delivering it; raise `RolloutError` if the group is not ready."""
         group = self.table.ready.get(group_id)
@@ -675,14 +666,30 @@ class Lifecycle:
         rollouts = tuple([record.rollout() for record in group.records])
         return RolloutGroup(group_id, rollouts[0].prompt_ids, rollouts, first.metadata)
 
-    def hand_out(self, group_id: int | None = None, *, keep: bool = False) -> RolloutGroup:
-        """Deliver a ready group, by default the oldest; its samples count as consumed.
+    def deliver(self, group_ids: Sequence[int], *, keep: bool = False) -> tuple[RolloutGroup, ...]:
+        """Deliver ready groups; their samples count as consumed. See `RolloutController.take`.
 
         A ready group is never too old, because `set_version` discards answers that become too old. With `keep`, the caller
-        may return the group later; see `return_groups`.
+        may return the groups later; see `return_groups`.
+
+        Raises:
+            RolloutError: a group is not ready, or an id occurs twice; or the journal cannot be written. In these cases no
+                group is delivered.
         """
         ready = self.table.ready
-        group = ready.pop(next(iter(ready)) if group_id is None else group_id)
+        for index, group_id in enumerate(group_ids):
+            if group_id not in ready or group_id in group_ids[:index]:
+                raise RolloutError(
+                    f"take: group_ids must be complete, not delivered and given once, got {group_id}; "
+                    "take ids that ready_ids returns"
+                )
+        groups = [ready[group_id] for group_id in group_ids]
+        self.journal.deliver([[record.task_id for record in group.records] for group in groups])
+        return tuple([self._deliver(group, keep=keep) for group in groups])
+
+    def _deliver(self, group: Group, *, keep: bool) -> RolloutGroup:
+        """Deliver a ready group, after the journal has recorded the delivery."""
+        del self.table.ready[group.group_id]
         first, records = group.records[0], tuple(group.records)
         rollouts = self._rollouts(group)
         self._policy.consume(len(rollouts))
@@ -749,6 +756,7 @@ class Lifecycle:
 
     def _deliver_single(self, group: Group) -> None:
         """End a rollout that was submitted without a group, and set the result of its handle."""
+        self.journal.delivered([record.task_id for record in group.records])
         (rollout,) = self._rollouts(group)
         if not group.future.done():
             group.future.set_result(rollout)
@@ -756,27 +764,20 @@ class Lifecycle:
     def _rollouts(self, group: Group) -> tuple[Rollout, ...]:
         """End all rollouts of a complete group, and count them as completed. Return their results, in the group's order.
 
-        Record the rollouts as delivered, so that the caller may decline them.
+        Keep the ids of the `DECLINABLE` newest results, which the caller may decline.
         """
         rollouts = tuple([record.rollout() for record in group.records])
         for record in group.records:
             self._end(record)
         self.table.counts.completed += len(rollouts)
-        self._delivered([record.task_id for record in group.records])
+        task_ids = tuple([record.task_id for record in group.records])
+        self._handed_out[task_ids[0]] = task_ids
+        if len(self._handed_out) > DECLINABLE:
+            self._handed_out.popitem(last=False)
         # Groups and records refer to each other. Breaking the cycle frees them without the garbage
         # collector.
         group.records.clear()
         return rollouts
-
-    def _delivered(self, task_ids: Sequence[str]) -> None:
-        """Record a delivery in the journal.
-
-        Keep the ids of the `DECLINABLE` newest results, which the caller may decline.
-        """
-        self.journal.delivered(task_ids)
-        self._handed_out[task_ids[0]] = tuple(task_ids)
-        if len(self._handed_out) > DECLINABLE:
-            self._handed_out.popitem(last=False)
 
     def decline(self, task_ids: Sequence[str]) -> None:
         """Remove one delivered result from the counts, because the trainer could not use it. New rollouts may then start.
