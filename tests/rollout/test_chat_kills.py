@@ -20,7 +20,7 @@ from agent_checkpoint import ANSWER, CALL, END
 from chat_fleet import QUESTION, TOKEN, Client, serving, tool_loop
 from fake_engine import FakeEngine
 
-from windlass.errors import AuthenticationError, PeerTimeout
+from windlass.errors import AuthenticationError, PeerTimeout, RolloutError
 from windlass.net.access import Access, role_environment, role_token
 from windlass.net.addresses import free_port
 from windlass.net.server import ControlServer
@@ -202,6 +202,19 @@ first = ask([question], max_tokens=4)
 print("asked", flush=True)
 ask([question, first, question], max_tokens=int(sys.argv[1]))
 """
+
+
+async def test_arguments_that_no_agent_can_get_fail_their_rollout_at_once(rig: Rig) -> None:
+    engine = await rig.stack.enter_async_context(FakeEngine("engine"))
+    controller = await rig.controller(engine.entry)
+    settings = ChatSettings(tokenizer=str(rig.folder), port=free_port())
+    controller.run_here({"agent": agent_workflow()}, chat=settings)
+    claiming = asyncio.create_task(claim(f"http://127.0.0.1:{settings.port}/v1"))
+    handle = controller.submit_workflow("agent", {True: "yes"}, SAMPLING)
+    with pytest.raises(RolloutError, match=r"agent: arguments must be JSON.*keys are supported"):
+        await controller.wait([handle], deadline_s=WITHIN_S)
+    controller.submit_workflow("agent", {"true": "yes"}, SAMPLING)
+    assert (await claiming).arguments == {"true": "yes"}
 
 
 async def test_a_killed_agent_process_costs_only_its_attempt(rig: Rig, engine: str) -> None:

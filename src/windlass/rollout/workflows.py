@@ -162,7 +162,11 @@ class WorkflowContext:
         return self._chat.session(self, request_sampling=request_sampling)
 
     async def offer(self, session: ChatSession) -> None:
-        """Offer a session of `chat_endpoint` to agents outside this process, and wait until an agent claims it."""
+        """Offer a session of `chat_endpoint` to agents outside this process, and wait until an agent claims it.
+
+        Raises:
+            RolloutError: JSON cannot represent the arguments of the rollout.
+        """
         await self._chat.offer(session)
 
     def encode(self, text: str, *, add_special_tokens: bool = False) -> tuple[int, ...]:

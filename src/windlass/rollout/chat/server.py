@@ -45,6 +45,8 @@ from windlass.rollout.chat.session import (
     session_ended,
 )
 from windlass.rollout.chat.tool_calls import parser_of
+from windlass.rollout.generate import AttemptError
+from windlass.rollout.messages import ErrorKind, Partial
 from windlass.rollout.text import TextCodec
 from windlass.rollout.values import encode_value
 
@@ -138,7 +140,8 @@ class ChatServer:
         self._sessions: dict[str, ChatSession] = {}
         self._ended: OrderedDict[str, _Ended] = OrderedDict()
         """Session id -> ended session."""
-        self._offers: dict[str, tuple[ChatSession, asyncio.Event]] = {}
+        self._offers: dict[str, tuple[bytes, asyncio.Event]] = {}
+        """Session id -> answer to the agent that claims the session, and event that is set then."""
         self._num_offers = asyncio.Semaphore(0)
         self._num_claims = 0
         self._lock = asyncio.Lock()
@@ -187,9 +190,25 @@ class ChatServer:
         """Offer a session to external agents, and wait until an agent claims it.
 
         This wakes an agent that waits for a rollout. If this call is cancelled, it withdraws the offer.
+
+        Raises:
+            AttemptError: JSON cannot represent the arguments of the rollout.
         """
+        offered = {
+            "id": session.session_id,
+            "base_url": session.base_url,
+            "api_key": session.api_key,
+            "task_id": session.task_id,
+            "attempt": session.attempt,
+            "arguments": session.arguments,
+        }
+        try:
+            answer = msgspec.json.encode(offered)
+        except TypeError as error:
+            text = f"agent: arguments must be JSON, got {session.arguments!r:.80}: {error}"
+            raise AttemptError(text, Partial(), ErrorKind.REFUSED) from error
         claimed = asyncio.Event()
-        self._offers[session.session_id] = session, claimed
+        self._offers[session.session_id] = answer, claimed
         self._num_offers.release()
         try:
             await claimed.wait()
@@ -461,23 +480,14 @@ class ChatServer:
                 # semaphore may count more offers than exist.
                 while not self._offers:
                     await self._num_offers.acquire()
-            session, claimed = self._offers.pop(next(iter(self._offers)))
+            answer, claimed = self._offers.pop(next(iter(self._offers)))
             claimed.set()
         except TimeoutError as error:
             text = f"no rollout to claim within {claim.deadline_s:g} s"
             raise ApiError(408, text, "no_rollout", retry=True) from error
         finally:
             self._num_claims -= 1
-        return _json(
-            {
-                "id": session.session_id,
-                "base_url": session.base_url,
-                "api_key": session.api_key,
-                "task_id": session.task_id,
-                "attempt": session.attempt,
-                "arguments": session.arguments,
-            }
-        )
+        return web.Response(body=answer, content_type="application/json")
 
 
 def _key_of(http: web.Request) -> str:
