@@ -435,6 +435,38 @@ def test_a_job_evaluates_versions_that_its_engines_serve(tmp_path: Path) -> None
     assert "evaluation of version 2: reward 4, answers 1, of 2\n" in printed
 
 
+def test_a_job_that_continues_repeats_an_evaluation_that_has_not_ended(tmp_path: Path) -> None:
+    """A signal stops the job in the evaluation of step 2, and `kill -9` in the evaluation of the last step."""
+    ends = """
+        def evaluation_tasks(self):
+            file = pathlib.Path({file!r})
+            first, _, others = file.read_text().partition(" ")
+            file.write_text(others)
+            if first.isdecimal():
+                os.kill(os.getpid(), int(first))
+                time.sleep(5)
+            return [Task(prompt_ids=(3, 4, 5))]
+
+        def evaluation_metrics(self, groups):
+            return {{"of": max(groups[0].rollouts[0].versions)}}
+
+    import os, pathlib, time
+"""
+    (tmp_path / "ends").write_text(f"{signal.SIGTERM:d} no {signal.SIGKILL:d} no")
+    recipe = EVALUATING + ends.format(file=str(tmp_path / "ends"))
+    job = write_job(tmp_path, recipe, top='steps = 4\nresume = "auto"', trainer="save_every = 2")
+    job.write_text(f"{job.read_text()}\n[evaluation]\nevery = 2\n")
+    runs = [launch(job) for _ in range(4)]
+    statuses = [status for status, _ in runs]
+    assert statuses == [128 + signal.SIGTERM, -signal.SIGKILL, 0, 0], runs
+    assert [len(lines(printed, "step ")) for _, printed in runs] == [2, 2, 0, 0]
+    assert "nothing to do: " in runs[3][1]
+    found = [
+        json.loads(line) for line in (tmp_path / "out/evaluations.jsonl").read_text().splitlines()
+    ]
+    assert [(each["step"], each["of"]) for each in found] == [(2, 2), (4, 4)]
+
+
 def test_the_time_of_an_evaluation_is_not_time_without_room_for_tasks(tmp_path: Path) -> None:
     """Tasks wait for room during an evaluation and a hook. Both take longer than the tasks may wait for room."""
     recipe = (

@@ -135,6 +135,8 @@ class Checkpoint(msgspec.Struct, frozen=True, kw_only=True):
         num_groups: number of groups that were submitted with the journal before the checkpoint.
         trained: one rollout id of each group that was trained on since the previous checkpoint. If the job was killed
             before it removed these groups from the journal, the job that continues removes them.
+        evaluation_due: whether the job that continues must first evaluate the saved weights, because the evaluation after
+            these steps had not ended.
     """
 
     steps: int
@@ -144,6 +146,7 @@ class Checkpoint(msgspec.Struct, frozen=True, kw_only=True):
     journal: str = ""
     num_groups: int = 0
     trained: tuple[str, ...] = ()
+    evaluation_due: bool = False
 
 
 def read_checkpoint(folder: str) -> Checkpoint:

@@ -199,7 +199,8 @@ async def _run_in(
     }
     scheduler = create_scheduler(config.scheduler, output_dir / LOGS, environment)
     start = find_start(config)
-    if start is not None and start[1].steps >= config.steps:
+    is_evaluated = start is None or not (start[1].evaluation_due and config.evaluation.every)
+    if start is not None and start[1].steps >= config.steps and is_evaluated:
         notify(
             f"nothing to do: the checkpoint {start[0]} has {counted(start[1].steps, 'step')} already; "
             "to train more, set more steps or another output_dir"
@@ -385,6 +386,8 @@ class Job:
         self._steps = self._restarts = self._stopped_by = 0
         self._insisted = False
         self._num_trained = self._restarts_since_checkpoint = 0
+        self._evaluation_due = False
+        """Whether the weights after `_steps` steps must be evaluated before the next step."""
         self._has_weights = False
         """Whether the ranks have the weights after `_steps` steps. False from the start of the ranks until they have loaded
         the checkpoint, and from the start of a step until its version is published."""
@@ -718,9 +721,12 @@ class Job:
             self._progress.end()
             producer = asyncio.create_task(self._produce())
             clock = asyncio.get_running_loop().time
-            while self._steps < config.steps:
+            while self._steps < config.steps or self._evaluation_due:
                 begun_at = clock()
                 try:
+                    if self._evaluation_due:
+                        await self._evaluate()
+                        continue
                     batch = await self._batch(producer)
                     if batch is None:
                         self._end_of_tasks()
@@ -831,6 +837,7 @@ class Job:
             await self._trainers.load(str(folder), deadline_s=deadline_s)
             self._steps = checkpoint.steps
             self.version = max(self.version, checkpoint.version - 1)
+            self._evaluation_due = checkpoint.evaluation_due and self._config.evaluation.every > 0
             self._notify(f"continues from {folder}, after {counted(self._steps, 'step')}")
         self._has_weights = True
         # The journal may have a newer version than the checkpoint. The next version must be newer than both: otherwise,
@@ -931,6 +938,7 @@ class Job:
             steps=self._steps, version=self.version, recipe=state, tasks=tasks if state else b"",
             journal=journal, num_groups=num_groups,
             trained=tuple(trained) if self._config.rollout.acknowledge else (),
+            evaluation_due=self._evaluation_due,
         )  # fmt: skip
         self._newest = self._output.save_record(checkpoint), checkpoint
         self._restarts_since_checkpoint = 0
@@ -980,7 +988,7 @@ class Job:
         """Train one step on the samples of each group, and publish the new weights.
 
         Also run the recipe's hooks, record metrics, and remove the groups from the open groups. If the job's settings ask
-        for it, write the audit record, update the journal of rollouts, save a checkpoint, and evaluate the new version.
+        for it, write the audit record, update the journal of rollouts, and save a checkpoint.
 
         Args:
             batch: group id -> samples of the group.
@@ -989,7 +997,7 @@ class Job:
 
         Raises:
             TrainerError: the ranks failed, or the update failed.
-            WindlassError: a metric is not finite, or a hook or the evaluation failed.
+            WindlassError: a metric is not finite, or a hook failed.
         """
         trainer, step = self._config.trainer, self._steps
         samples = [sample for group in batch.values() for sample in group]
@@ -1008,6 +1016,8 @@ class Job:
             await self._publish()
             await self._audit(lambda audit: audit.note_published(self.version))
             self._steps, self._has_weights = step + 1, True
+            every = self._config.evaluation.every
+            self._evaluation_due = every > 0 and self._steps % every == 0
             self._num_trained += 1
             for group_id in batch:
                 if (group := self._open.pop(group_id, None)) is not None:
@@ -1068,7 +1078,8 @@ class Job:
     async def _evaluate(self) -> None:
         """Wait until the fleet serves the newest version, evaluate it, and record the metrics.
 
-        The next step begins only afterwards, so engines do not change their version during the evaluation.
+        The next step begins only afterwards, so engines do not change their version during the evaluation. If a checkpoint
+        has the evaluated weights, note in its record that a job that continues need not evaluate them again.
         """
         with self._waiting_for(self._describe_update):
             deadline_s = self._config.trainer.publish_deadline_s
@@ -1082,6 +1093,13 @@ class Job:
         self._notify(f"evaluation of version {version}: {metrics}")
         self._output.add_metrics({"step": self._steps, "version": version, **found}, EVALUATIONS)
         self._logs.add("evaluation", self._steps, found)
+        self._evaluation_due = False
+        if self._newest is not None and self._newest[1].evaluation_due:
+            folder, checkpoint = self._newest
+            self._newest = folder, msgspec.structs.replace(checkpoint, evaluation_due=False)
+            # The record in `trainer.resume_from` belongs to another job.
+            if folder == self._output.checkpoint_folder(checkpoint.steps):
+                self._output.save_record(self._newest[1])
 
     def _take_over_journal(self) -> None:
         """Continue the unfinished groups that an earlier process recorded in the journal of rollouts.
