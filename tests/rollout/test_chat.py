@@ -384,6 +384,23 @@ async def test_a_completion_has_the_prompt_of_a_submitted_text(
     assert first == third == alone.prompt_ids == (beginning[1], *second)
 
 
+async def test_a_text_prompt_never_continues_an_answer_without_text(folder: Path) -> None:
+    async with AsyncExitStack() as stack:
+        # The tokenizer does not have the tokens of this engine.
+        engine = await stack.enter_async_context(FakeEngine("engine"))
+        rig = Rig(stack, engine.url, folder)
+
+        async def agent(context: WorkflowContext) -> None:
+            async with context.chat_endpoint() as session:
+                for _ in range(2):
+                    body = {"prompt": "ab", "max_tokens": 2}
+                    answer = await rig.client(session).ask("/completions", body)
+                    assert answer["choices"][0]["text"] == ""
+
+        rollout = await rig.run(agent)
+    assert [turn.prompt_ids for turn in rollout.turns] == [(64, 65)] * 2
+
+
 async def test_a_generation_that_an_update_aborts_continues_with_both_versions(
     folder: Path,
 ) -> None:

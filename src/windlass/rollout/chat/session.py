@@ -426,8 +426,10 @@ class ChatSession:
             self._branches.append((with_text, prompt.branch))
         if isinstance(call.prompt, str):
             # `text` includes the stop text, because the engine generated it. A later prompt continues the answer only
-            # if the agent keeps the stop text in it.
-            self._conversations.text_answered(call.prompt + text, prompt, ids)
+            # if the agent keeps the stop text in it. An answer of special tokens has no text, so a repeated prompt would
+            # seem to continue it.
+            if text:
+                self._conversations.text_answered(call.prompt + text, prompt, ids)
         elif call.prompt is None:
             self._conversations.answered(prompt, call.template, choice.message, ids)
 
