@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import math
 import os
 import signal
 import sys
@@ -11,6 +12,7 @@ import time
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -36,7 +38,7 @@ from windlass.rollout import (
     workflows,
 )
 from windlass.rollout.directory import EngineChoice, Routing, prefixes_of
-from windlass.rollout.messages import EngineTarget
+from windlass.rollout.messages import EngineTarget, Partial, Turn
 
 TOKEN = "a-token"
 SAMPLING = SamplingParams(max_new_tokens=2)
@@ -157,8 +159,11 @@ class NoText(Exception):
 
 
 async def breaks(context: WorkflowContext) -> object:
-    if context.arguments == "turns":
-        context.turns.append("no turn")  # type: ignore[arg-type]
+    finish_reason: Any = None if context.arguments == "text of a turn" else "stop"
+    turn = Turn((1,), Partial((2,), (math.nan,), (3,)), finish_reason)
+    turns: dict[object, Any] = {"turns": "no turn", "text of a turn": turn, "logprob": turn}
+    if context.arguments in turns:
+        context.turns.append(turns[context.arguments])
         return 1.0
     raise NoText({"code": 3})
 
@@ -167,7 +172,9 @@ async def breaks(context: WorkflowContext) -> object:
     ("how", "error"),
     [
         ("text", r"NoText: \(no text: its __str__ raised TypeError\)"),
-        ("turns", r"AttributeError: 'str' object has no attribute 'prompt_ids'"),
+        ("turns", r"ConfigError: workflow breaks: turns\[0\] must be a Turn, got str"),
+        ("text of a turn", r"turns\[0\]: finish_reason must be str, got None"),
+        ("logprob", r"turns\[0\]: logprobs\[0\] must be finite, got nan"),
     ],
 )
 async def test_an_attempt_without_a_valid_outcome_fails_at_once(
@@ -179,6 +186,31 @@ async def test_an_attempt_without_a_valid_outcome_fails_at_once(
     with pytest.raises(RolloutError, match=error):
         await rig.controller.wait([failing], deadline_s=30)
     assert rig.controller.stats().lost == 0
+
+
+async def adds_turns(context: WorkflowContext) -> object:
+    """Add a turn from another source, with the values that such a source has."""
+    await context.generate((1, 2))
+    ids: Any = np.array([5, 6])
+    output = Partial(torch.tensor([7, 8]), np.float32([-0.5, -0.25]), np.array([3, 4]))  # type: ignore[arg-type]
+    context.turns.append(Turn(ids, output, "length"))
+    return context.arguments
+
+
+async def test_turns_that_a_workflow_adds_may_have_arrays(tmp_path: Path) -> None:
+    config, policy = RolloutConfig(journal=tmp_path / "journal"), StalenessPolicy.unbounded(8)
+    async with (
+        FakeEngine("engine") as engine,
+        RolloutController(StaticEngines([engine.entry]), policy, config=config) as controller,
+    ):
+        controller.run_here({"adds_turns": adds_turns})
+        handles = [controller.submit_workflow("adds_turns", n, SAMPLING) for n in range(2)]
+        for rollout in await controller.wait(handles, deadline_s=30):
+            first, second = rollout.turns
+            assert first.output.output_ids == expected_tokens((1, 2), 2)
+            assert second == Turn((5, 6), Partial((7, 8), (-0.5, -0.25), (3, 4)), "length")
+            assert rollout.versions == (0, 0, 3, 4)
+        assert controller.stats().lost == 0
 
 
 async def in_task_group(context: WorkflowContext) -> None:

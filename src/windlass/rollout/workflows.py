@@ -38,7 +38,7 @@ from windlass.rollout.messages import (
 from windlass.rollout.tensors import SampleTensor, check_tensors
 from windlass.rollout.text import Chat, Message, TextCodec, TextPrompts
 from windlass.rollout.trajectories import increments
-from windlass.rollout.values import encode_value, plain_integers
+from windlass.rollout.values import encode_value, plain_integers, plain_numbers
 from windlass.sampling import SamplingParams
 
 logger = logging.getLogger(__name__)
@@ -68,13 +68,14 @@ class WorkflowContext:
             state under both values, so that two attempts do not share state.
         arguments: the submitter's arguments, as msgpack-plain values.
         sampling: the submitter's sampling parameters, for calls that pass none.
-        turns: finished engine calls, in the order in which they ended.
+        turns: finished engine calls, in the order in which they ended. A workflow may add turns of its own.
         branches: calls of `chat` after the first one that do not continue an earlier call.
         tensors: named tensors that the workflow adds, such as routed experts or features of images; see `Rollout.tensors`.
     """
 
     __slots__ = (
-        *("_chat", "_conversations", "_num_calls", "_prompts", "_session", "_task", "_versions"),
+        *("_chat", "_conversations", "_made", "_num_calls", "_prompts", "_session", "_task"),
+        "_versions",
         *("arguments", "attempt", "branches", "sampling", "task_id", "tensors", "turns"),
     )
 
@@ -93,6 +94,8 @@ class WorkflowContext:
         self._num_calls = 0
         # Versions of the oldest and of the newest token.
         self._versions: tuple[int, ...] = ()
+        # Identities of prompt and answer -> turn of `generate`, which needs no check.
+        self._made: dict[tuple[int, int], Turn] = {}
         self.task_id, self.attempt, self.sampling = task.task_id, task.attempt, task.sampling
         self.arguments: object = msgspec.msgpack.decode(task.arguments)
         self.turns: list[Turn] = []
@@ -138,10 +141,39 @@ class WorkflowContext:
         answer = await generate(self._session, call, watch)
         turn = Turn(call.prompt_ids, answer.tokens, answer.finish_reason)
         self.turns.append(turn)
+        self._made[id(turn.prompt_ids), id(turn.output)] = turn
         if answer.tokens.versions:
             log_fields(version=answer.tokens.versions[-1])
             self._check_age(answer.tokens.versions)
         return turn
+
+    def _plain_turns(self) -> tuple[Turn, ...]:
+        """Return `turns`. Check the turns that the workflow has added, and convert their numbers to Python numbers.
+
+        Raises:
+            ConfigError: an entry is not a `Turn`, or has a value of a wrong type.
+            ProtocolError: an entry does not have one log-probability and one version per token.
+        """
+        return tuple([self._plain(number, turn) for number, turn in enumerate(self.turns)])
+
+    def _plain(self, number: int, turn: object) -> Turn:
+        """Return one turn of `_plain_turns`."""
+        where = f"workflow {self._task.workflow}: turns[{number}]"
+        if not isinstance(turn, Turn):
+            raise ConfigError(f"{where} must be a Turn, got {type(turn).__name__}")
+        kinds: Mapping[str, type] = {"output": Partial, "finish_reason": str, "text": str}
+        for name, kind in kinds.items():
+            if not isinstance(found := getattr(turn, name), kind):
+                raise ConfigError(f"{where}: {name} must be {kind.__name__}, got {found!r}")
+        if (id(turn.prompt_ids), id(turn.output)) in self._made:
+            return turn
+        output = Partial(
+            plain_integers(f"{where}: output_ids", turn.output.output_ids),
+            plain_numbers(f"{where}: logprobs", turn.output.logprobs),
+            plain_integers(f"{where}: versions", turn.output.versions),
+        )
+        prompt_ids = plain_integers(f"{where}: prompt_ids", turn.prompt_ids)
+        return Turn(prompt_ids, output, turn.finish_reason, turn.text)
 
     def chat_endpoint(
         self, *, request_sampling: bool = False
@@ -409,7 +441,7 @@ class Attempts:
                 deadline.cancel()
         what = f"workflow {task.workflow}: "
         return AttemptResult(
-            turns=increments(context.turns),
+            turns=increments(context._plain_turns()),
             value=encode_value(f"{what}value", value),
             tensors=await self._hold(check_tensors(what, context.tensors))
             if context.tensors
