@@ -368,6 +368,21 @@ async def test_catch_up_copies_no_values_that_the_donor_has_rounded(
         leave(each)
 
 
+async def test_kept_tensor_is_not_rounded_to_the_dtype_of_the_checkpoint(rank: Rank) -> None:
+    """The engine was started with random weights, which the checkpoint's dtype cannot represent."""
+    rank.model = torch.nn.Linear(6, 8, bias=False, dtype=torch.float32)
+    trainer = torch.nn.ParameterDict({"a": weights(1)["a"] / 7})
+    async with windlass.Controller(token=TOKEN) as controller:
+        await asyncio.to_thread(rank.join, controller.url)
+        kept = rank.model.weight.data[4:].copy_(weights(1)["b"] / 7).clone()
+        for version in range(2):
+            trainer["a"].data += version
+            await asyncio.to_thread(publish, trainer, controller.url, version, keep=("b",))
+            assert torch.equal(rank.model.weight[4:], kept)
+            assert torch.equal(rank.model.weight[:4], trainer["a"].bfloat16().float())
+    leave(rank)
+
+
 async def test_kept_tensor_is_saved_before_a_sleep(rank: Rank) -> None:
     """An update writes only `a`, so sleep must save the parameter that contains both tensors."""
     async with windlass.Controller(token=TOKEN) as controller:

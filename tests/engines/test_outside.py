@@ -340,7 +340,7 @@ def test_a_layout_names_what_only_the_engine_can_compute() -> None:
     found = described(model, captured)
     assert found.parameters == {"weight": Parameter((1, 6), "float32", 4)}
     assert found.derived == {"cache": "SGLang's table has parameters only"}
-    rounding = Rounding("weight", ("weight",), DType.BFLOAT16, received, received)
+    rounding = Rounding("weight", {"weight": received}, DType.BFLOAT16, received, received)
     rounded = described(model, replace(captured, roundings=(rounding,)))
     assert rounded.derived["weight"] == "SGLang rounds it to the dtype of the checkpoint"
     assert ShardManifest.decode(rounded.manifest).digest() == captured.manifest.digest()

@@ -10,7 +10,7 @@ import gc
 import logging
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import replace
 from functools import partial
 from typing import Protocol, final
@@ -94,6 +94,7 @@ class RankHooks:
             engine and sets the version.
         looks: see `EngineRank`.
         sleep: state of the engine's sleep mode; None if the engine has none.
+        kept: function that returns the names of the checkpoint tensors that updates do not write.
 
     Attributes:
         turn: lock that guards `in_round`; the main loop holds it while the rank falls asleep.
@@ -108,7 +109,9 @@ class RankHooks:
         *,
         looks: bool = True,
         sleep: RankSleep | None = None,
+        kept: Callable[[], Collection[str]] = tuple,
     ) -> None:
+        self._kept = kept
         self._captured, self._gate, self._api, self._looks = captured, gate, api, looks
         self._sleep = sleep or RankSleep()
         self._paused = False
@@ -224,7 +227,7 @@ class RankHooks:
         Record that the weights are no longer lost.
         """
         if self._captured is not None:
-            self._captured.finalise()
+            self._captured.finalise(self._kept())
         self._sleep.is_lost = False
 
     @property
@@ -341,7 +344,14 @@ class EngineRank:
             begun = time.perf_counter()
             captured = self._renamed(settings, rank) if self.sleep.is_empty else capture()
             own_api = api() if api and rank == 0 else None
-            hooks = RankHooks(captured, self.gate, own_api, looks=self._looks, sleep=self.sleep)
+            hooks = RankHooks(
+                captured,
+                self.gate,
+                own_api,
+                looks=self._looks,
+                sleep=self.sleep,
+                kept=lambda: self.kept,
+            )
             self._first = settings, captured, hooks
             freeze_heap()
             seconds = {**captured.seconds, "all": time.perf_counter() - begun}

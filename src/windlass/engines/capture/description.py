@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import chain
 
 import numpy as np
 import torch
@@ -67,7 +68,7 @@ class Rounding:
 
     Attributes:
         name: name of the parameter.
-        tensors: names of the checkpoint's tensors.
+        parts: checkpoint tensor -> views of its elements in the memory that updates write.
         dtype: dtype of the checkpoint's tensors.
         received: views of the memory that updates write.
         targets: views of the parameter, of the same shapes. If updates write the parameter itself, `targets` is the
@@ -75,7 +76,7 @@ class Rounding:
     """
 
     name: str
-    tensors: tuple[str, ...]
+    parts: Mapping[str, tuple[torch.Tensor, ...]]
     dtype: DType
     received: tuple[torch.Tensor, ...]
     targets: tuple[torch.Tensor, ...]
@@ -84,6 +85,14 @@ class Rounding:
     def in_place(self) -> bool:
         """True if updates write the parameter itself."""
         return self.received is self.targets
+
+    def without(self, kept: Collection[str]) -> Rounding:
+        """Return this rounding without the elements of the checkpoint tensors `kept`, into which no update writes."""
+        if not self.in_place or self.parts.keys().isdisjoint(kept):
+            return self
+        written = (parts for name, parts in self.parts.items() if name not in kept)
+        views = tuple(chain.from_iterable(written))
+        return replace(self, received=views, targets=views)
 
 
 _ROUNDED_AT_ONCE = 64 << 20
@@ -167,7 +176,7 @@ class Captured:
     def rounded(self) -> dict[str, DType]:
         """Checkpoint tensor -> dtype to which this rank rounds its received values in the parameter itself."""
         in_place = (rounding for rounding in self.roundings if rounding.in_place)
-        return {tensor: found.dtype for found in in_place for tensor in found.tensors}
+        return {tensor: found.dtype for found in in_place for tensor in found.parts}
 
     @property
     def recomputed(self) -> tuple[str, ...]:
@@ -182,10 +191,13 @@ class Captured:
         buffers += [memory for r in self.roundings if not r.in_place for memory in r.received]
         return sum(buffer.nbytes for buffer in buffers)
 
-    def finalise(self) -> None:
+    def finalise(self, kept: Collection[str] = ()) -> None:
         """Compute again all values that the engine derives from received bytes. Idempotent.
 
         Call this after every update, while the engine is quiesced.
+
+        Args:
+            kept: names of the checkpoint tensors that the update has not written.
 
         Raises:
             UnsupportedLayout: the engine's loader could not load the computed tensors again. The model's weights are
@@ -194,7 +206,7 @@ class Captured:
         """
         # torch forbids writes to inference tensors outside inference mode.
         with torch.inference_mode():
-            _round(self.roundings)
+            _round([rounding.without(kept) for rounding in self.roundings])
             for repack in self.repacks:
                 repack.apply()
         touched = [repack.target for repack in self.repacks]
@@ -425,17 +437,26 @@ def _roundings(
     for stored in sorted({spec.dtype for spec, _ in parts} & {*_HALVES}):
         if stored is own and not apart:
             continue
-        given = [(spec.name, boxes) for spec, boxes in parts if spec.dtype is stored]
-        boxes = [box for _, placed in given for box in placed]
+        given = defaultdict[str, list[PlacedBox]](list)
+        for spec, placed in parts:
+            if spec.dtype is stored:
+                given[spec.name] += placed
+        boxes = [*chain.from_iterable(given.values())]
         received = _views(memory, boxes)
         targets = _views(target, boxes) if apart else received
-        yield Rounding(name, tuple(n for n, _ in given), stored, received, targets)
+        views = {tensor: _boxes_in(memory, own_boxes) for tensor, own_boxes in given.items()}
+        yield Rounding(name, views, stored, received, targets)
 
 
 def _views(memory: torch.Tensor, boxes: Sequence[PlacedBox]) -> tuple[torch.Tensor, ...]:
     """Return one view of the memory per box, or a single view if the boxes fill all of the memory."""
     if sum(placed.box.numel for placed in boxes) == len(memory):
         return (memory,)
+    return _boxes_in(memory, boxes)
+
+
+def _boxes_in(memory: torch.Tensor, boxes: Sequence[PlacedBox]) -> tuple[torch.Tensor, ...]:
+    """Return one view of the memory per box."""
     first = memory.storage_offset()
     return tuple(
         memory.as_strided(placed.box.sizes, placed.strides, first + placed.offset)
