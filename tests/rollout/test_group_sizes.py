@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -99,10 +100,11 @@ async def rig(
     max_rejections: int = 1,
     max_staleness: int = 9,
     max_resubmits: int = 3,
+    batch_size: int = 8,
 ) -> AsyncIterator[Rig]:
     policy = StalenessPolicy(
         max_staleness=max_staleness,
-        batch_size=8,
+        batch_size=batch_size,
         max_concurrent=64,
         max_resubmits=max_resubmits,
     )
@@ -279,6 +281,42 @@ async def test_a_new_answer_of_a_returned_group_may_become_too_old() -> None:
         group = await made.next_group()
         assert group.rollouts[0] == delivered.rollouts[0]
         assert group.rollouts[1].versions == (7, 7)
+
+
+@pytest.mark.parametrize("is_killed", [False, True])
+async def test_replaced_answers_of_returned_groups_do_not_wait_for_the_bound(
+    tmp_path: Path, is_killed: bool
+) -> None:
+    """The bound admits one group at a time. The answers that stay in two returned groups use it up."""
+    setting = partial(
+        rig, max_staleness=0, batch_size=2, max_rejections=2, journal=tmp_path / "journal"
+    )
+    delivered: list[RolloutGroup] = []
+    groups: tuple[RolloutGroup, ...] = ()
+    async with setting() as made:
+        for number in range(2):
+            handle = made.rollouts.submit_workflow_group("w", number, 2, SAMPLING)
+            await made.wait_for_starts(2 * number + 2)
+            made.end(*handle.task_ids)
+            delivered += await made.rollouts.next_batch(1, deadline_s=DEADLINE_S, keep=True)
+            made.rollouts.count_from(0)
+        made.rollouts.return_groups()
+        replaced = [group.rollouts[1].task_id for group in delivered]
+        made.rollouts.pause()
+        made.rollouts.replace(dict.fromkeys(replaced, "cannot be scored"))
+        if not is_killed:
+            made.rollouts.resume()
+            await made.wait_for_starts(6)
+            made.end(*replaced)
+            groups = await made.rollouts.next_batch(2, deadline_s=DEADLINE_S)
+    if is_killed:
+        async with setting() as made:
+            await made.wait_for_starts(2)
+            assert sorted(made.started) == sorted(replaced)
+            made.end(*replaced)
+            groups = await made.rollouts.next_batch(2, deadline_s=DEADLINE_S)
+    # The other answers stay.
+    assert [[each.attempts for each in group.rollouts] for group in groups] == [[1, 2], [1, 2]]
 
 
 async def test_groups_are_returned_only_if_they_were_kept() -> None:

@@ -68,13 +68,18 @@ class Rig:
         self.url = f"http://127.0.0.1:{self.port}"
 
     async def open(
-        self, *, journal: bool = False, policy: StalenessPolicy | None = None
+        self,
+        *,
+        journal: bool = False,
+        policy: StalenessPolicy | None = None,
+        acknowledge: bool = False,
     ) -> AsyncExitStack:
         """Start a controller with a batch queue; return the stack that closes both."""
         config = RolloutConfig(
             retry_backoff_s=0.01,
             worker_grace_s=1.0,
             journal=self.folder / "journal" if journal else None,
+            acknowledge=acknowledge,
         )
         engines = StaticEngines([("engine", "http://unused", 0)])
         stack = AsyncExitStack()
@@ -250,6 +255,36 @@ async def test_returned_groups_with_some_held_tensors_do_not_use_the_bound_up(
             assert await next_group() == (number, 1)
         assert len(rig.rollouts.return_groups()) == 2
         rig.rollouts.count_from(0)
+        assert [await next_group() for _ in range(2)] == [(0, 1), (1, 1)]
+
+
+async def test_delivered_groups_of_a_journal_with_some_held_tensors_do_not_use_the_bound_up(
+    tmp_path: Path,
+) -> None:
+    """Controller and worker end before the caller acknowledges two groups. The bound admits one group at a time."""
+    async with AsyncExitStack() as stack:
+        rig = Rig(stack, tmp_path)
+
+        async def opened() -> AsyncExitStack:
+            policy = StalenessPolicy(max_staleness=0, batch_size=2, max_concurrent=8)
+            return await rig.open(journal=True, acknowledge=True, policy=policy)
+
+        async def next_group() -> tuple[object, int]:
+            (group,) = await rig.rollouts.next_batch(1, deadline_s=15, keep=True)
+            rig.rollouts.count_from(0)
+            return group.metadata, sum(len(held_of(each.tensors)) for each in group.rollouts)
+
+        first = await opened()
+        worker = await rig.worker("worker-0", "--max-concurrent", "4")
+        for number in range(2):
+            rig.rollouts.submit_workflow_group(
+                "mixed", [number, NUMEL], 2, SAMPLING, metadata=number
+            )
+            assert await next_group() == (number, 1)
+        await first.aclose()
+        await kill(worker)
+        await opened()
+        await rig.worker("worker-0", "--max-concurrent", "4")
         assert [await next_group() for _ in range(2)] == [(0, 1), (1, 1)]
 
 

@@ -17,6 +17,7 @@ import logging
 import uuid
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import chain
 from pathlib import Path
 from typing import Any, assert_never, final
 
@@ -102,6 +103,12 @@ class Accepted(msgspec.Struct, frozen=True, tag="accepted"):
     outcome: RolloutOutcome
 
 
+class Delivered(msgspec.Struct, frozen=True, tag="delivered"):
+    """Delivery of a group that the caller has not acknowledged yet."""
+
+    task_ids: tuple[str, ...]
+
+
 class Resubmitted(msgspec.Struct, frozen=True, tag="resubmitted"):
     """Return of a rollout to the admission queue. An outcome of the rollout is discarded."""
 
@@ -128,18 +135,25 @@ class VersionReached(msgspec.Struct, frozen=True, tag="version"):
     version: int
 
 
-Entry = Started | Submitted | Attempted | Accepted | Resubmitted | Ended | VersionReached
+Entry = (
+    Started | Submitted | Attempted | Accepted | Delivered | Resubmitted | Ended | VersionReached
+)
 
 
 @dataclass(slots=True, eq=False)
 class PersistedTask:
-    """One rollout that has not ended: the rollout waits, runs at a worker, or has an outcome."""
+    """One rollout that has not ended: the rollout waits, runs at a worker, or has an outcome.
+
+    Attributes:
+        delivery: number of the first delivery of the rollout's group, from 1; 0 if the outcome was not delivered.
+    """
 
     task_id: str
     submission: Submitted
     attempt: Attempted | None = None
     running: bool = False
     outcome: RolloutOutcome | None = None
+    delivery: int = 0
 
 
 @dataclass(slots=True)
@@ -149,10 +163,12 @@ class PersistedState:
     Attributes:
         started: first entry of the file, with counts that include all later entries.
         tasks: task id -> rollout that has not ended.
+        num_deliveries: number of `Delivered` entries.
     """
 
     started: Started
     tasks: dict[str, PersistedTask] = field(default_factory=dict)
+    num_deliveries: int = 0
 
     @classmethod
     def of(cls, entries: Iterable[Entry]) -> PersistedState | None:
@@ -160,7 +176,8 @@ class PersistedState:
         persisted: PersistedState | None = None
         for entry in entries:
             if isinstance(entry, Started):
-                persisted = cls(entry, {} if persisted is None else persisted.tasks)
+                known = cls(entry) if persisted is None else persisted
+                persisted = cls(entry, known.tasks, known.num_deliveries)
             elif persisted is not None:
                 persisted._apply(entry)
         if persisted is not None:
@@ -168,7 +185,8 @@ class PersistedState:
         return persisted
 
     def _apply(
-        self, entry: Submitted | Attempted | Accepted | Resubmitted | Ended | VersionReached
+        self,
+        entry: Submitted | Attempted | Accepted | Delivered | Resubmitted | Ended | VersionReached,
     ) -> None:
         """Apply the change that an entry records to this state."""
         match entry:
@@ -179,6 +197,12 @@ class PersistedState:
                 self._move(self.tasks.get(entry.task_id), entry)
             case Accepted():
                 self._move(self.tasks.get(entry.outcome.task_id), entry)
+            case Delivered():
+                self.num_deliveries += 1
+                group = [self.tasks[each] for each in entry.task_ids if each in self.tasks]
+                number = max([0, *(task.delivery for task in group)]) or self.num_deliveries
+                for task in group:
+                    task.delivery = number
             case Ended():
                 for task_id in entry.task_ids:
                     self.tasks.pop(task_id, None)
@@ -188,11 +212,11 @@ class PersistedState:
             case _:
                 assert_never(entry)
 
-    @staticmethod
-    def _move(task: PersistedTask | None, entry: Attempted | Accepted | Resubmitted) -> None:
+    def _move(self, task: PersistedTask | None, entry: Attempted | Accepted | Resubmitted) -> None:
         """Record that a rollout runs, has an outcome, or waits again. Do nothing for an unknown rollout (None)."""
         if task is None:
             return
+        task.delivery = 0
         task.running = isinstance(entry, Attempted)
         task.outcome = entry.outcome if isinstance(entry, Accepted) else None
         if isinstance(entry, Attempted):
@@ -201,6 +225,15 @@ class PersistedState:
             task.attempt = msgspec.structs.replace(
                 task.attempt, rejections=entry.rejections, resubmits=entry.resubmits
             )
+
+    def keeps_place(self, task: PersistedTask) -> bool:
+        """Return whether a rollout waits for an answer in place of a discarded answer of a delivered group."""
+        is_waiting = not task.running and task.outcome is None
+        return is_waiting and self.delivery_of(task.submission) > 0
+
+    def delivery_of(self, submitted: Submitted) -> int:
+        """Return the number of the delivery of a submission's group; 0 if the group was not delivered."""
+        return max([self.tasks[task_id].delivery for task_id in self._left(submitted)])
 
     def _drop_broken_groups(self) -> None:
         """Drop the rollouts of each group that cannot be delivered: fewer than its `min_samples` rollouts are left."""
@@ -240,6 +273,10 @@ class PersistedState:
                     yield Resubmitted(task.task_id, task.attempt.rejections, task.attempt.resubmits)
             if task.outcome is not None:
                 yield Accepted(task.outcome)
+        for submitted in sorted(left, key=self.delivery_of):
+            if self.delivery_of(submitted):
+                ids = self._left(submitted)
+                yield Delivered(tuple([each for each in ids if self.tasks[each].delivery]))
 
 
 @final
@@ -365,24 +402,27 @@ class RolloutJournal:
         try:
             self.flush()
         except RolloutError:
-            # The entries end the rollouts, but the caller does not get them. An entry without effect takes their place,
+            # The entries record deliveries, but the caller does not get the groups. An entry without effect takes their place,
             # because the journal must write an entry before it counts as usable again.
             self._added.clear()
             self.add(Ended(()))
+            for task_id in chain.from_iterable(groups):
+                self._unacknowledged.pop(task_id, None)
             raise
 
     def delivered(self, task_ids: Sequence[str]) -> None:
         """Record that the controller delivered these rollouts together: a whole group, or a single rollout.
 
-        With `keep_delivered`, write no entry: `acknowledged` or `declined` writes it later.
+        With `keep_delivered`, the rollouts stay in the file until `acknowledged` or `declined`.
         """
         if not self.on:
             return
+        together = tuple(task_ids)
         if self.keep_delivered:
-            together = tuple(task_ids)
             self._unacknowledged.update(dict.fromkeys(together, together))
+            self.add(Delivered(together))
         else:
-            self.add(Ended(tuple(task_ids), num_consumed=len(task_ids)))
+            self.add(Ended(together, num_consumed=len(together)))
 
     def acknowledged(self, task_id: str) -> bool:
         """Record that the caller has stored the delivered group that contains this rollout. Idempotent.

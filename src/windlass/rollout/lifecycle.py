@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import uuid
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
@@ -159,13 +160,41 @@ class Lifecycle:
                 group.future.add_done_callback(_retrieve)
             else:
                 recovered.groups[group.group_id] = self._group_handle(group)
-        for group in groups:
+        for group in self._in_order_of_delivery(groups, persisted):
             if group.is_single and group.complete():
                 self._deliver_single(group)
             else:
                 self.ready_if_complete(group)
         self.drop_stale()
         return recovered
+
+    def _in_order_of_delivery(
+        self, groups: Sequence[Group], persisted: PersistedState
+    ) -> list[Group]:
+        """Return groups that an earlier process delivered, in the order of these deliveries, and then all other groups.
+
+        Generate a delivered group again if an answer has held tensors, because workers have freed the elements.
+        """
+        order = {
+            group: persisted.delivery_of(persisted.tasks[group.records[0].task_id].submission)
+            for group in groups
+        }
+        found = sorted(groups, key=lambda group: order[group] or math.inf)
+        # The newest first, because each step moves a group to the front of the queue.
+        for group in reversed(found):
+            kept = [record.outcome for record in group.records if record.is_returned]
+            if any(held_of(outcome.tensors) for outcome in kept if outcome is not None):
+                self._generate_again(group)
+        return found
+
+    def _generate_again(self, group: Group) -> None:
+        """Discard all answers of a delivered group, and move its rollouts to the front of the WAITING queue."""
+        answered = [record for record in group.records if record.state is State.BUFFERED]
+        for record in group.records:
+            record.is_returned = False
+        for record in reversed(answered):
+            self._policy.discard()
+            self._resubmit(record)
 
     def submit(self, work: Work, *, metadata: object = None) -> RolloutHandle:
         """Submit one rollout with a prompt or arguments that the caller has checked; see `RolloutController.submit`."""
@@ -244,7 +273,7 @@ class Lifecycle:
         self._policy.restore(
             start_version=started.start_version,
             version=started.version,
-            running=sum(task.running for task in tasks.values()),
+            running=sum(task.running or persisted.keeps_place(task) for task in tasks.values()),
             accepted=consumed + len(finished) - num_again,
             consumed=consumed,
         )
@@ -252,6 +281,8 @@ class Lifecycle:
         for task in tasks.values():
             record = records[task.task_id]
             state = _restore_record(record, task)
+            if persisted.keeps_place(task):
+                record.admitted, state = True, State.QUEUED
             self.add(record, state)
             if state is State.RUNNING:
                 self._start_timers(record)
@@ -536,8 +567,13 @@ class Lifecycle:
 
         The group is then no longer ready. The staleness policy no longer counts the rollout as running. The timer of the
         rollout's overall deadline is cancelled.
+
+        If an answer of the group is delivered again, move the rollout to the QUEUED rollouts, because more such answers may
+        wait than the staleness bound allows. In incomplete groups, they could otherwise use the bound up, so that none of
+        these groups would ever be complete.
         """
         self.table.ready.pop(record.group.group_id, None)
+        keeps_place = any(each.is_returned for each in record.group.records)
         if record.admitted:
             self._policy.release()
             record.admitted = False
@@ -546,7 +582,11 @@ class Lifecycle:
         record.is_returned = False
         record.partial = NOTHING
         record.stop_expiry()
-        self.table.move(record, State.WAITING, front=True)
+        if keeps_place:
+            self._policy.keep_place()
+            record.admitted = True
+        state = State.QUEUED if keeps_place else State.WAITING
+        self.table.move(record, state, front=True)
         self._work_changed()
 
     # --- too old -----------------------------------------------------------------------------
@@ -631,8 +671,8 @@ class Lifecycle:
     def drop_stale(self) -> None:
         """Discard buffered answers that are too old, and stop attempts whose answers would be too old.
 
-        A returned answer is never too old: the trainer trains on it again with the same weights as the first time, although
-        these weights now have a higher version number. An answer that is generated in place of a returned answer has no such
+        An answer that is delivered again is never too old: the trainer trains on it again with the same weights as the first
+        time, although these weights now have a higher version number. An answer that is generated in its place has no such
         exemption.
         """
         throws_away, buffered = self._policy.throws_away, self.table.buffered.values()
@@ -742,11 +782,9 @@ class Lifecycle:
                 self.add(record, State.BUFFERED)
         # The newest first, because each step moves a group or a rollout to the front of its queue.
         for group in reversed(groups):
-            lost = [record for record in group.records if record.outcome is None]
-            for record in reversed(lost):
-                self._policy.discard()
-                self._resubmit(record)
-            if not lost:
+            if group.records[0].outcome is None:
+                self._generate_again(group)
+            else:
                 self.table.ready[group.group_id] = group
                 self.table.ready.move_to_end(group.group_id, last=False)
         if self.table.ready:
@@ -951,6 +989,7 @@ def _restore_record(record: Record, task: PersistedTask) -> State:
         record.failures, record.rejections = attempt.failures, attempt.rejections
         record.resubmits, record.oldest_version = attempt.resubmits, attempt.oldest_version
     if task.outcome is not None:
+        record.is_returned = task.delivery > 0
         return State.BUFFERED
     if not task.running or attempt is None:
         return State.WAITING

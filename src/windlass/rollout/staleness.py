@@ -151,6 +151,10 @@ class StalenessPolicy:
             raise RolloutError("staleness: admit needs capacity >= 1, got 0")
         self.running += 1
 
+    def keep_place(self) -> None:
+        """Count a sample as running that takes the place of a discarded answer. Do this also if the capacity is 0."""
+        self.running += 1
+
     def accept(self) -> None:
         """Count a sample that has ended successfully: it is accepted, and runs no longer."""
         self.release()

@@ -220,8 +220,8 @@ class Record(msgspec.Struct, eq=False):
         engine: engine of the last attempt.
         load_key: name of the engine under which `RolloutTable.by_engine` contains the record.
         prompt_ids: tokens of a prompt of text or messages, once a worker has tokenised it.
-        is_returned: whether the caller has returned the answer after its delivery; see
-            `RolloutController.return_groups`.
+        is_returned: whether the answer is delivered again, with its whole group: the caller has returned the group (see
+            `RolloutController.return_groups`), or the caller of an earlier process did not acknowledge it.
         queue: queue of the table that contains the record; None after the end of the rollout.
         timer: timer that ends the backoff.
         expiry: timer of the rollout's overall deadline, started at the first dispatch.
