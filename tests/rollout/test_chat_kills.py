@@ -20,7 +20,13 @@ from agent_checkpoint import ANSWER, CALL, END
 from chat_fleet import QUESTION, TOKEN, Client, serving, tool_loop
 from fake_engine import FakeEngine
 
-from windlass.errors import AuthenticationError, PeerTimeout, RolloutError
+from windlass.errors import (
+    AuthenticationError,
+    ConfigError,
+    PeerTimeout,
+    ProtocolError,
+    RolloutError,
+)
 from windlass.net.access import Access, role_environment, role_token
 from windlass.net.addresses import free_port
 from windlass.net.server import ControlServer
@@ -113,8 +119,8 @@ async def claim(base_url: str, deadline_s: float = WITHIN_S) -> Claimed:
     return await asyncio.to_thread(claim_rollout, base_url, AGENT_TOKEN, deadline_s=deadline_s)
 
 
-async def reward(claimed: Claimed, value: float) -> None:
-    await asyncio.to_thread(set_reward, claimed.base_url, claimed.api_key, value)
+async def reward(claimed: Claimed, value: float, metadata: object = None) -> None:
+    await asyncio.to_thread(set_reward, claimed.base_url, claimed.api_key, value, metadata=metadata)
 
 
 @pytest.fixture
@@ -150,9 +156,16 @@ async def test_a_session_of_a_killed_worker_starts_again_at_another_worker(
     with pytest.raises(AuthenticationError):
         await asyncio.to_thread(set_reward, at_second, lost.api_key, 0.25)
     await tool_loop(rig.client(claimed), [QUESTION])
-    await reward(claimed, 0.5)
+    with pytest.raises(ConfigError, match="set_reward: metadata must be a JSON value"):
+        await reward(claimed, 0.5, metadata=object())
+    metadata = {"passed": ["a", "b"], "seconds": 1.5}
+    await reward(claimed, 0.5, metadata)
     (rollout,) = await controller.wait([handle], deadline_s=WITHIN_S)
-    assert rollout.value == {"reward": 0.5, "metadata": None, "branches": []}
+    assert rollout.value == {"reward": 0.5, "metadata": metadata, "branches": []}
+    # A repeated request may have lost its answer.
+    await reward(claimed, 0.5, metadata)
+    with pytest.raises(ProtocolError, match="metadata must be that of the ended session"):
+        await reward(claimed, 0.5, {"passed": []})
     assert texts(rig.folder, [turn.output.output_ids for turn in rollout.turns]) == WHOLE
     stats = controller.stats()
     assert (stats.completed, stats.lost, stats.outstanding, stats.failed) == (1, 0, 0, 0)

@@ -12,6 +12,7 @@ import msgspec
 from windlass.errors import (
     DECODE_ERRORS,
     AuthenticationError,
+    ConfigError,
     PeerTimeout,
     PeerUnreachable,
     ProtocolError,
@@ -71,23 +72,35 @@ def claim_rollout(base_url: str, agent_token: str, *, deadline_s: float) -> Clai
         raise ProtocolError(f"{base_url}: {error}") from error
 
 
-def set_reward(base_url: str, api_key: str, reward: float, *, deadline_s: float = 30.0) -> None:
+def set_reward(
+    base_url: str,
+    api_key: str,
+    reward: float,
+    *,
+    metadata: object = None,
+    deadline_s: float = 30.0,
+) -> None:
     """Set the reward of a session, and close the session. The request is repeated until it is answered.
 
     Args:
         base_url: address of the session's endpoint; the agent's OpenAI client has the same `base_url`.
         api_key: key of the session; the agent's OpenAI client has the same `api_key`.
         reward: finite number.
+        metadata: value that JSON can represent. The rollout's value contains it as `metadata`.
         deadline_s: seconds to wait for the endpoint.
 
     Raises:
         AuthenticationError: the key is wrong, or the session ended without this reward.
-        ConfigError: `base_url` is not a URL.
+        ConfigError: `base_url` is not a URL, or JSON cannot represent the metadata.
         PeerTimeout: the endpoint did not answer within `deadline_s`.
-        ProtocolError: the endpoint refused the reward.
+        ProtocolError: the endpoint refused the reward or the metadata.
     """
     session_id = "".join(api_key.split("-")[2:3])
-    path, body = f"/sessions/{session_id}/reward", {"reward": float(reward)}
+    path, body = f"/sessions/{session_id}/reward", {"reward": float(reward), "metadata": metadata}
+    try:
+        msgspec.json.encode(body)
+    except (TypeError, OverflowError, ValueError) as error:
+        raise ConfigError(f"set_reward: metadata must be a JSON value: {error}") from error
     _ask(base_url, path, api_key, lambda _: body, deadline_s=deadline_s)
 
 
