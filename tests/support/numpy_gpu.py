@@ -14,6 +14,7 @@ from position_digest import PositionDigest
 
 from windlass.errors import TransferFailed, TransferOutcomeUnknown
 from windlass.layout.dtypes import CASTS, DType
+from windlass.memory.cuda.driver import IPC_HANDLE_NBYTES
 from windlass.memory.cuda.gpu import Gpu
 from windlass.memory.cuda.kernels import PIECE, PieceTable, put_kernel
 from windlass.memory.host import pack_quantized
@@ -39,6 +40,7 @@ class _NumpyDevice:
         self.allocated: dict[int, np.ndarray] = {}
         self.pinned: dict[int, int] = {}
         self.recorded: list[int] = []
+        self.opened: set[bytes] = set()
 
     def allocate(self, nbytes: int) -> int:
         memory = np.full(nbytes + 64, 0x5A, np.uint8)
@@ -57,6 +59,19 @@ class _NumpyDevice:
             if start <= address < start + memory.nbytes - 64:
                 return start, memory.nbytes - 64
         return address, 1
+
+    def export(self, address: int) -> bytes:
+        return address.to_bytes(IPC_HANDLE_NBYTES)
+
+    def open(self, handle: bytes) -> int:
+        """Open a handle as CUDA does: a process can open it only once at a time."""
+        if handle in self.opened:
+            raise TransferFailed("CUDA: the handle is open already")
+        self.opened.add(handle)
+        return int.from_bytes(handle)
+
+    def close_handle(self, address: int) -> None:
+        self.opened.remove(self.export(address))
 
     def upload(self, address: int, data: memoryview) -> None:
         ctypes.memmove(address, bytes(data), len(data))

@@ -6,8 +6,10 @@ import dataclasses
 import socket
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, closing, suppress
-from typing import ClassVar
+from functools import partial
+from typing import Any, ClassVar
 
 import msgspec
 import numpy as np
@@ -15,14 +17,23 @@ import pytest
 from numpy_gpu import numpy_gpu
 
 from windlass.errors import PeerUnreachable, RegionError, TransferFailed, TransferOutcomeUnknown
+from windlass.memory.cuda.range_copy import copy_ranges
 from windlass.net.clock import Deadline
 from windlass.testing.transport_conformance import NBYTES, ProcessConformance, Rig
 from windlass.transfer.arena import Arena
-from windlass.transports import process_memory, pull
+from windlass.transfer.bindings import DestinationBinding
+from windlass.transfer.packer import batches_to
+from windlass.transports import process_memory, pull, pull_gpu
+from windlass.transports.auto import TransportSet
 from windlass.transports.base import WriteBatch
+from windlass.transports.cma import CmaConfig
 from windlass.transports.processes import OwnProcess, connect_within, socket_name_of
 from windlass.transports.pull import PullConfig, PullTransport
 from windlass.transports.pull_gpu import GpuReads
+from windlass.transports.shm import ShmConfig
+
+ANOTHER_PROCESS = 1
+"""A process id that is not this process's."""
 
 
 class TestPull(ProcessConformance):
@@ -232,21 +243,59 @@ def test_fence_fails_while_a_late_copy_of_the_gpu_may_still_write(
             transport.fence(deadline_s=1.0)
 
 
-def test_read_waits_for_earlier_reads_of_the_gpu_until_its_deadline() -> None:
-    reads = GpuReads.__new__(GpuReads)
-    reads.turn = threading.Lock()
-    nothing = np.zeros(0, np.uint64)
-    with reads.turn, pytest.raises(TransferFailed, match="earlier reads"):
-        reads.read(1, b"", (nothing, nothing, nothing), Deadline.after(0.05, "a test"))
+def test_reads_of_the_gpu_that_run_together_share_the_mapping_of_an_allocation(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    together = threading.Barrier(2)
+
+    def copy(*arguments: Any) -> None:
+        together.wait(10)
+        copy_ranges(*arguments)
+        together.wait(10)
+
+    monkeypatch.setattr(pull_gpu, "copy_ranges", copy)
+    reads = GpuReads(numpy_gpu())
+    source, *targets = (reads.gpu.device.allocate(64) for _ in range(3))
+    reads.gpu.device.upload(source, bytes(range(64)))
+    one = np.array([source], np.uint64)
+    exported = msgspec.msgpack.encode([(source, reads.gpu.device.export(source))])
+    deadline = Deadline.after(20.0, "a test")
+
+    def read(target: int) -> None:
+        to, nbytes = np.array([target], np.uint64), np.array([64], np.uint64)
+        reads.read(ANOTHER_PROCESS, exported, (to, one, nbytes), deadline)
+
+    with ThreadPoolExecutor(2) as threads:
+        list(threads.map(read, targets))
+    assert [reads.gpu.device.download(t, 64) for t in targets] == [bytes(range(64))] * 2
+    # The allocation can be opened again, so the last read has closed it.
+    read_again = partial(reads.gpu.device.open, reads.gpu.device.export(source))
+    assert read_again() == source
+    with pytest.raises(TransferFailed, match="open already"):
+        read_again()
+
+
+@pytest.mark.parametrize(("config", "num_writes"), [(PullConfig(), 1), (CmaConfig(), 3)])
+def test_a_link_of_many_pieces_is_one_request_to_a_reader(
+    config: PullConfig | CmaConfig, num_writes: int
+) -> None:
+    with closing(TransportSet([config.create(), ShmConfig().create()])) as transport:
+        (endpoint,) = (
+            o.endpoint for o in transport.offers() if o.endpoint.transport == config.name
+        )
+        rows = np.arange(1, 10_001, dtype=np.uint64)
+        binding = DestinationBinding("engine/0", endpoint, (), ())
+        batches = list(batches_to(transport, binding, rows, rows + np.uint64(1), rows))
+    assert len(batches) == num_writes
+    assert np.concatenate([batch.local_addresses for batch in batches]).tolist() == rows.tolist()
 
 
 def test_read_by_the_gpu_refuses_pieces_without_exported_memory() -> None:
-    reads = GpuReads.__new__(GpuReads)
-    reads.turn, reads.gpu = threading.Lock(), numpy_gpu()
+    reads = GpuReads(numpy_gpu())
     addresses, nbytes = np.array([4096], np.uint64), np.array([16], np.uint64)
     with pytest.raises(RegionError, match="outside the memory that the writer exports"):
         reads.read(
-            1,
+            ANOTHER_PROCESS,
             msgspec.msgpack.encode([]),
             (addresses, addresses, nbytes),
             Deadline.after(5.0, "a test"),

@@ -40,6 +40,9 @@ class WrappedTransport(OneSidedTransport):
     def offers(self) -> tuple[TransportOffer, ...]:
         return self.inner.offers()
 
+    def max_pieces(self, endpoint: PeerEndpoint) -> int:
+        return self.inner.max_pieces(endpoint)
+
     def register_all(self, spans: Sequence[tuple[int, int]]) -> tuple[MemoryRegion, ...]:
         return self.inner.register_all(spans)
 

@@ -24,9 +24,6 @@ from windlass.transfer.arena import Arena, ArenaSlot
 from windlass.transfer.bindings import DestinationBinding
 from windlass.transports.base import OneSidedTransport, WriteBatch
 
-WRITE_PIECES = 4096
-"""Maximum number of pieces in a `WriteBatch`. It does not limit the bytes of the batch."""
-
 
 def packed_capacity(programs: Sequence[LinkProgram]) -> int:
     """Return the size in bytes of an arena that can hold the packed payloads of all these links at once."""
@@ -34,15 +31,20 @@ def packed_capacity(programs: Sequence[LinkProgram]) -> int:
 
 
 def batches_to(
-    binding: DestinationBinding, local: UInt64Array, remote: UInt64Array, nbytes: UInt64Array
+    transport: OneSidedTransport,
+    binding: DestinationBinding,
+    local: UInt64Array,
+    remote: UInt64Array,
+    nbytes: UInt64Array,
 ) -> Iterator[WriteBatch]:
-    """Yield the writes to a destination in batches of at most `WRITE_PIECES` pieces.
+    """Yield the writes to a destination in batches of at most `transport.max_pieces` pieces.
 
     `local` and `remote` are the (n,) addresses of the pieces in this process and at the destination. `nbytes` contains
     their sizes.
     """
-    for start in range(0, len(nbytes), WRITE_PIECES):
-        part = slice(start, start + WRITE_PIECES)
+    step = transport.max_pieces(binding.endpoint)
+    for start in range(0, len(nbytes), step):
+        part = slice(start, start + step)
         yield WriteBatch(
             endpoint=binding.endpoint,
             local_addresses=local[part],
@@ -105,7 +107,7 @@ class Packer:
     def __init__(
         self, transport: OneSidedTransport, memory: MemoryOps, limit_nbytes: int = 0
     ) -> None:
-        self.memory = memory
+        self._transport, self.memory = transport, memory
         self.slot = ArenaSlot(lambda nbytes: Arena(transport, nbytes, memory), limit_nbytes)
         self._sources: UInt64Array = np.zeros(0, np.uint64)
         self._packs: dict[tuple[str, int], LinkPack] = {}
@@ -211,7 +213,7 @@ class Packer:
 
         `pack` has packed this link, or a link with the same payload to another destination.
         """
-        packed = [_packed_batches(program, peer, turn) for turn in pack.turns]
+        packed = [self._packed(program, peer, turn) for turn in pack.turns]
         return (*self._direct(program, peer), *itertools.chain.from_iterable(packed))
 
     def ring(self, program: LinkProgram, peer: Peer) -> Iterator[WriteBatch]:
@@ -236,7 +238,7 @@ class Packer:
         pack = self._packs[key]
         for turn, parts in enumerate(pack.turns):
             pack.pack(turn, OWN_WORK_S)
-            yield from _packed_batches(program, peer, parts)
+            yield from self._packed(program, peer, parts)
 
     def _least(self, program: LinkProgram) -> int:
         return aligned(self.memory.least_pack_nbytes(program))
@@ -244,11 +246,19 @@ class Packer:
     def _direct(self, program: LinkProgram, peer: Peer) -> Iterator[WriteBatch]:
         runs = program.direct
         return batches_to(
+            self._transport,
             peer.binding,
             self._sources[runs.src_parameter] + runs.src_offset.astype(np.uint64),
             peer.targets[runs.dst_parameter] + runs.dst_offset.astype(np.uint64),
             runs.nbytes.astype(np.uint64),
         )
+
+    def _packed(
+        self, program: LinkProgram, peer: Peer, parts: Sequence[PackedPart]
+    ) -> Iterator[WriteBatch]:
+        rows = [(p.address, peer.address_of(program.ops[p.op]) + p.start, p.nbytes) for p in parts]
+        columns = map(np.ascontiguousarray, np.array(rows, np.uint64).reshape(-1, 3).T)
+        return batches_to(self._transport, peer.binding, *columns)
 
     @staticmethod
     def _places(
@@ -278,11 +288,3 @@ class Packer:
         digests, self._digests = self._digests, None
         if digests is not None:
             digests.close()
-
-
-def _packed_batches(
-    program: LinkProgram, peer: Peer, parts: Sequence[PackedPart]
-) -> Iterator[WriteBatch]:
-    rows = [(p.address, peer.address_of(program.ops[p.op]) + p.start, p.nbytes) for p in parts]
-    table = np.array(rows, np.uint64).reshape(-1, 3)
-    return batches_to(peer.binding, *(np.ascontiguousarray(column) for column in table.T))

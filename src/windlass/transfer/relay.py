@@ -468,7 +468,9 @@ class ChunkWriter:
             pieces, deadline = payload.pieces_of(landed.chunk), self._deadline
             nbytes = payload.nbytes[pieces].astype(np.uint64)
             self.first_s = self.first_s or time.perf_counter()
-            for batch in batches_to(self._binding, local[pieces], remote[pieces], nbytes):
+            for batch in batches_to(
+                self._transport, self._binding, local[pieces], remote[pieces], nbytes
+            ):
                 deadline.check_before_more()
                 self._transport.write(batch, deadline_s=max(deadline.remaining_s, 0.001))
             sender.send(landed)

@@ -252,13 +252,19 @@ class TransportSet(OneSidedTransport):
 
     def write(self, batch: WriteBatch, *, deadline_s: float) -> None:
         """See `OneSidedTransport.write`. The batch's endpoint selects the transport; raise RegionError if there is none."""
-        member = self._members.get(batch.endpoint.transport)
+        self._member(batch.endpoint).write(batch, deadline_s=deadline_s)
+
+    def max_pieces(self, endpoint: PeerEndpoint) -> int:
+        """See `OneSidedTransport.max_pieces`. Raise RegionError if no member has the endpoint's transport."""
+        return self._member(endpoint).max_pieces(endpoint)
+
+    def _member(self, endpoint: PeerEndpoint) -> OneSidedTransport:
+        member = self._members.get(endpoint.transport)
         if member is None:
             raise RegionError(
-                f"write: the endpoint's transport must be one of {list(self._members)}, got "
-                f"{batch.endpoint.transport!r}"
+                f"write: the endpoint's transport must be one of {list(self._members)}, got {endpoint.transport!r}"
             )
-        member.write(batch, deadline_s=deadline_s)
+        return member
 
     def fence(self, *, deadline_s: float) -> None:
         """See `OneSidedTransport.fence`. Fence the members one after another, within one deadline."""

@@ -44,6 +44,10 @@ class MemoryRegion:
         return (self.remote, *self.alternatives)
 
 
+WRITE_PIECES = 4096
+"""Default of `OneSidedTransport.max_pieces`. It does not limit the bytes of a write."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WriteBatch:
     """Writes to one peer, as columns.
@@ -116,6 +120,10 @@ class OneSidedTransport(Protocol):
     def offers(self) -> tuple[TransportOffer, ...]:
         """Return the offers of all transports through which peers reach memory registered here, fastest first."""
         return (TransportOffer(self.endpoint(), self.traits, self.report()),)
+
+    def max_pieces(self, endpoint: PeerEndpoint) -> int:  # noqa: ARG002
+        """Return the largest number of pieces that a sender passes to one `write` to this peer."""
+        return WRITE_PIECES
 
     def register(self, address: int, nbytes: int) -> MemoryRegion:
         """Make local memory writable by peers and usable as a source of writes.

@@ -38,6 +38,7 @@ from windlass.layout.columns import UInt64Array
 from windlass.memory.ranges import Pieces
 from windlass.net.clock import Deadline
 from windlass.transports.base import MemoryRegion, OneSidedTransport, WriteBatch
+from windlass.transports.peers import PeerEndpoint
 from windlass.transports.process_memory import copy_process_memory, error_of, probe, readv
 from windlass.transports.processes import (
     OwnProcess,
@@ -126,9 +127,10 @@ class PullTransport(RegionTransport):
             let_peers_write()
         else:
             # Loading the driver takes time, and fails without one.
+            from windlass.memory.cuda.gpu import shared_gpu
             from windlass.transports.pull_gpu import GpuReads
 
-            self._gpu = GpuReads(gpu)
+            self._gpu = GpuReads(shared_gpu(gpu))
         self._num_threads = num_threads
         self._helpers: Executor = ThreadPoolExecutor(max(num_threads - 1, 1), "windlass-pull")
         super().__init__(own_endpoint("pull"))
@@ -154,6 +156,10 @@ class PullTransport(RegionTransport):
         if self._gpu is not None:
             return WireReport("pull", "cuda-ipc", f"GPU {self.traits.gpu}")
         return WireReport("pull", "process_vm_readv", f"pid {self._endpoint.address}")
+
+    def max_pieces(self, endpoint: PeerEndpoint) -> int:  # noqa: ARG002
+        """Return `MAX_PIECES`: a link is one request, so the reader maps each allocation of the writer once."""
+        return MAX_PIECES
 
     def fence(self, *, deadline_s: float) -> None:
         """Wait until all reads that this process carries out for writers have ended.

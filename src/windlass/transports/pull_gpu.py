@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import os
 import threading
-from contextlib import ExitStack
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from typing import final
 
 import msgspec
 import numpy as np
 
-from windlass.errors import DECODE_ERRORS, ProtocolError, RegionError, TransferFailed
+from windlass.errors import DECODE_ERRORS, ProtocolError, RegionError
 from windlass.layout.columns import UInt64Array
 from windlass.memory.cuda.driver import IPC_HANDLE_NBYTES, pointer_device
-from windlass.memory.cuda.gpu import shared_gpu
+from windlass.memory.cuda.gpu import Gpu
 from windlass.memory.cuda.range_copy import copy_ranges
 from windlass.memory.ranges import Pieces
 from windlass.net.clock import Deadline
@@ -28,25 +29,23 @@ class _Exported(msgspec.Struct, frozen=True, array_like=True):
 
 @final
 class GpuReads:
-    """Both ends of reads out of GPU memory, for one GPU of this process.
+    """Both ends of reads out of GPU memory, for one GPU of this process. Reads may run at the same time.
 
     The reader unmaps the writer's memory after each read. So the writer may free its memory, for example in
     `connect_trainer(release=...)`, and the driver really frees it.
 
     Args:
-        ordinal: ordinal of this rank's GPU, which runs the copies.
+        gpu: this rank's GPU, which runs the copies.
 
     Attributes:
-        gpu: GPU that runs the copies.
-        turn: lock that a read holds, because a process can open a handle only once at a time.
-
-    Raises:
-        TransportUnavailable: the NVIDIA driver, the GPU or NVRTC is missing.
+        gpu: see the argument.
     """
 
-    def __init__(self, ordinal: int) -> None:
-        self.gpu = shared_gpu(ordinal)
-        self.turn = threading.Lock()
+    def __init__(self, gpu: Gpu) -> None:
+        self.gpu = gpu
+        self._lock = threading.Lock()
+        # Handle -> address in this process, and number of reads that use this mapping. CUDA can open a handle only once.
+        self._mappings: dict[bytes, tuple[int, int]] = {}
 
     def exports(self, addresses: UInt64Array) -> bytes:
         """Return the handles of the allocations that contain `addresses`. Another process passes them to `read`.
@@ -75,24 +74,20 @@ class GpuReads:
         Raises:
             ProtocolError: `exported` cannot be decoded.
             RegionError: a piece is outside the exported allocations; nothing was copied.
-            TransferFailed: the driver refused to map memory or to copy, or earlier reads did not end by the deadline.
+            TransferFailed: the driver refused to map memory or to copy.
             TransferOutcomeUnknown: the copies did not end by the deadline.
         """
         targets, sources, nbytes = pieces
         with ExitStack() as opened:
-            if not self.turn.acquire(timeout=deadline.remaining_s):
-                raise TransferFailed(
-                    f"pull: earlier reads by this GPU did not end within {deadline.seconds:.3g} s"
-                )
-            opened.callback(self.turn.release)
-            device, rows = self.gpu.device, []
+            rows = []
             for one in _decoded(exported):
                 base = one.start
                 # CUDA cannot open a handle in the process that exported it.
                 if pid != os.getpid():
-                    base = device.open(one.handle)
-                    opened.callback(self._close, base)
-                rows.append((one.start, one.start + device.allocation(base)[1], base - one.start))
+                    deadline.check_before_more()
+                    base = opened.enter_context(self._mapped(one.handle))
+                size = self.gpu.device.allocation(base)[1]
+                rows.append((one.start, one.start + size, base - one.start))
             starts, ends, shifts = np.array(sorted(rows), np.int64).reshape(-1, 3).T
             first = sources.astype(np.int64)
             owner = np.searchsorted(starts, first, "right") - 1
@@ -103,10 +98,25 @@ class GpuReads:
             deadline.check_before_more()
             copy_ranges(self.gpu, mapped, targets, nbytes, deadline.remaining_s)
 
-    def _close(self, base: int) -> None:
-        """Unmap an allocation of the writer. After a late kernel it stays mapped, because the kernel may still read it."""
-        if not self.gpu.is_late:
-            self.gpu.device.close_handle(base)
+    @contextmanager
+    def _mapped(self, handle: bytes) -> Iterator[int]:
+        """Run a block in which an allocation of a writer is mapped at the yielded address. Reads share one mapping.
+
+        After a late kernel the allocation stays mapped, because the kernel may still read it.
+        """
+        with self._lock:
+            base, num_reads = self._mappings.get(handle, (0, 0))
+            base = base or self.gpu.device.open(handle)
+            self._mappings[handle] = base, num_reads + 1
+        try:
+            yield base
+        finally:
+            with self._lock:
+                base, num_reads = self._mappings.pop(handle)
+                if num_reads > 1:
+                    self._mappings[handle] = base, num_reads - 1
+                elif not self.gpu.is_late:
+                    self.gpu.device.close_handle(base)
 
 
 def _decoded(exported: bytes) -> list[_Exported]:
