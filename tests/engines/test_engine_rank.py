@@ -7,7 +7,7 @@ import gc
 import tempfile
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from functools import partial
@@ -20,23 +20,33 @@ import torch
 from safetensors.torch import save_file
 
 import windlass
-from windlass.config import ControlConfig, PauseMode, PhaseDeadlines, UpdateMode
+from windlass.config import ControlConfig, PauseMode, PhaseDeadlines, Reaction, UpdateMode
+from windlass.control.engine_state import HoldCause
 from windlass.control.report import UpdateReport
 from windlass.engines.capture.capture import capture
 from windlass.engines.capture.checkpoint import checkpoint_specs
 from windlass.engines.capture.description import Captured
 from windlass.engines.capture.memory import held_by
 from windlass.engines.capture.sleeping import unfilled, unfilled_ranges
+from windlass.engines.client import EngineClient
 from windlass.engines.engine_rank import EngineRank
-from windlass.engines.held_server import held_for
+from windlass.engines.held_server import HeldRecord, held_for
 from windlass.engines.quiesce_gate import QuiesceGate
 from windlass.engines.spec import AgentSettings, CapturedLayout, RankStep
 from windlass.engines.vllm.api_server import RankAnswer, RankOrder, join_ranks
-from windlass.errors import ConfigError, PeerTimeout, ProtocolError, RoundAborted, UnsupportedLayout
+from windlass.errors import (
+    ConfigError,
+    PeerTimeout,
+    PeerUnreachable,
+    ProtocolError,
+    RoundAborted,
+    UnsupportedLayout,
+)
 
 TOKEN = "secret of the test"
 URL, PORT = "http://engine", 8124
 IN_PLACE = ControlConfig(mode=UpdateMode.IN_PLACE)
+REFUSES_NAN = ControlConfig(mode=UpdateMode.IN_PLACE, non_finite=Reaction.REFUSE)
 
 
 @dataclass
@@ -48,6 +58,7 @@ class Api:
     may_resume: threading.Event = field(default_factory=threading.Event)
     asked: threading.Event = field(default_factory=threading.Event)
     may_quiesce: threading.Event = field(default_factory=threading.Event)
+    fails: str = ""
 
     def __post_init__(self) -> None:
         self.may_resume.set()
@@ -67,6 +78,8 @@ class Api:
 
     def resume(self, deadline_s: float) -> None:
         assert self.may_resume.wait(deadline_s)
+        if self.fails:
+            raise PeerUnreachable(self.fails)
 
     def set_version(self, version: int, deadline_s: float) -> None:
         self.versions.append(version)
@@ -106,6 +119,12 @@ class Rank:
 
     def join(self, url: str, *, name: str = "engine") -> None:
         self.engine_rank.join(self.capture(url, name=name), 0, TOKEN)
+
+    @property
+    def client(self) -> EngineClient:
+        client = self.engine_rank._client
+        assert client is not None
+        return client
 
     def holds(self, trainer: torch.nn.ParameterDict) -> bool:
         expected = torch.cat([trainer["a"], trainer["b"]]).to(self.model.weight.dtype)
@@ -274,16 +293,131 @@ async def test_server_that_lost_its_weights_joins_another_controller_unless_it_i
             server = SimpleNamespace(engine_core=Core(rank))
             joining = join_ranks(server, rank.settings(other.url), TOKEN, pauses_itself=True)
             if is_blocked:
-                with pytest.raises(ProtocolError, match=f"of the controller {controller.url} did"):
+                with pytest.raises(
+                    ProtocolError, match=f"no weights.* {controller.url} has filled"
+                ):
                     await joining
             else:
                 await joining
-                assert held_for(PORT) == ""
+                assert held_for(PORT) is None
                 trainer = weights(9)
                 await asyncio.to_thread(publish, trainer, other.url, 1)
                 assert rank.holds(trainer)
     with pytest.raises(PeerTimeout):
         await published
+    leave(rank)
+
+
+async def test_server_says_why_it_waits_after_an_aborted_first_version(
+    rank: Rank, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The engine was started with made-up weights, so it stays paused without any version."""
+    monkeypatch.setattr(tempfile, "tempdir", str(rank.checkpoint))
+    async with windlass.Controller(token=TOKEN, config=REFUSES_NAN) as controller:
+        await asyncio.to_thread(rank.join, controller.url)
+        assert held_for(PORT) is None, "no round has paused the engine yet"
+        await refuse_nan(controller.url, 1)
+        held = await asyncio.to_thread(wait_until_held)
+        assert held.cause is HoldCause.NO_VERSION
+        assert "has no version yet" in held.reason
+        assert controller.url in held.reason
+        await asyncio.to_thread(publish, weights(1), controller.url, 2)
+        assert held_for(PORT) is None
+    leave(rank)
+
+
+async def test_server_says_that_its_weights_are_lost_if_no_round_fills_them(
+    rank: Rank, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The round ends before it has written, so the weights are of no version at all."""
+    monkeypatch.setattr(tempfile, "tempdir", str(rank.checkpoint))
+    async with windlass.Controller(token=TOKEN, config=REFUSES_NAN) as controller:
+        rank.engine_rank.sleep.is_enabled = True
+        await asyncio.to_thread(rank.join, controller.url)
+        await asyncio.to_thread(publish, weights(1), controller.url, 1)
+        lose(rank)
+        assert held_for(PORT) is None, "a request of a normal turn waits for the next version"
+        await refuse_nan(controller.url, 2)
+        held = await asyncio.to_thread(wait_until_held)
+        assert held.cause is HoldCause.EMPTY
+        assert "has no weights" in held.reason
+        assert "two versions" not in held.reason
+        await asyncio.to_thread(publish, weights(2), controller.url, 3)
+        assert held_for(PORT) is None
+    leave(rank)
+
+
+async def test_server_that_sleeps_with_its_weights_waits_for_its_framework(
+    rank: Rank, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """At level 1 the engine has a copy of its weights, and the framework can wake it without an update."""
+    monkeypatch.setattr(tempfile, "tempdir", str(rank.checkpoint))
+    async with windlass.Controller(token=TOKEN, config=REFUSES_NAN) as controller:
+        rank.engine_rank.sleep.is_enabled = True
+        await asyncio.to_thread(rank.join, controller.url)
+        await asyncio.to_thread(publish, weights(1), controller.url, 1)
+        sleep = rank.engine_rank.sleep
+        sleep.asleep = frozenset({sleep.WEIGHTS})
+    assert await asyncio.to_thread(rank.client.wait_disconnected, 30)
+    assert held_for(PORT) is None
+    sleep.asleep = frozenset()
+    leave(rank)
+
+
+async def test_server_says_why_it_waits_while_it_cannot_resume(
+    rank: Rank, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(rank.checkpoint))
+    async with windlass.Controller(token=TOKEN, config=IN_PLACE) as controller:
+        await asyncio.to_thread(rank.join, controller.url)
+        rank.api.fails = "no answer"
+        await asyncio.to_thread(publish, weights(1), controller.url, 1)
+        held = await asyncio.to_thread(wait_until_held)
+        assert held.cause is HoldCause.NOT_RESUMED
+        assert "did not resume" in held.reason
+        rank.api.fails = ""
+        # The controller repeats the command.
+        await asyncio.to_thread(wait_until, lambda: held_for(PORT) is None)
+    leave(rank)
+
+
+async def test_record_follows_what_the_held_engine_may_do(
+    rank: Rank, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its loop may be blocked later, and the framework may free mixed weights."""
+    monkeypatch.setattr(tempfile, "tempdir", str(rank.checkpoint))
+    sleep, gate = rank.engine_rank.sleep, rank.engine_rank.gate
+    async with windlass.Controller(token=TOKEN, config=IN_PLACE) as controller:
+        await asyncio.to_thread(rank.join, controller.url)
+        publishing = partial(publish, weights(1), controller.url, 1, deadline_s=5.0)
+        rank.api.may_quiesce.clear()
+        published = asyncio.create_task(asyncio.to_thread(publishing))
+        assert await asyncio.to_thread(rank.api.asked.wait, 30)
+    rank.api.may_quiesce.set()
+
+    def seen() -> tuple[HoldCause, bool]:
+        held = held_for(PORT)
+        assert held is not None
+        return held.cause, held.may_leave
+
+    await asyncio.to_thread(wait_until_held)
+    assert seen() == (HoldCause.MIXED, False)
+    lose(rank)
+    assert seen() == (HoldCause.EMPTY, True)
+    with gate.held():
+        assert seen() == (HoldCause.EMPTY, False)
+    assert seen() == (HoldCause.EMPTY, True)
+    blocked = threading.Thread(target=gate.block, args=("9.9", 30.0))
+    blocked.start()
+    await asyncio.to_thread(wait_until, lambda: seen() == (HoldCause.EMPTY, False))
+    gate.end()
+    await asyncio.to_thread(blocked.join, 30)
+    assert seen() == (HoldCause.EMPTY, True)
+    sleep.is_lost = False
+    assert seen() == (HoldCause.MIXED, False)
+    with pytest.raises(PeerTimeout):
+        await published
+    sleep.is_lost = True
     leave(rank)
 
 
@@ -448,11 +582,27 @@ def publish(
         return client.publish(version, deadline_s=deadline_s).result()
 
 
-def wait_until_held() -> None:
+async def refuse_nan(url: str, version: int) -> None:
+    """Let a trainer publish NaN, which its own rank refuses before it has written."""
+    trainer = weights(1)
+    with torch.no_grad():
+        trainer["a"][0, 0] = torch.nan
+    with pytest.raises(RoundAborted, match="NaN"):
+        await asyncio.to_thread(publish, trainer, url, version)
+
+
+def wait_until(holds: Callable[[], bool]) -> None:
     end = time.monotonic() + 30
-    while not held_for(PORT):
-        assert time.monotonic() < end, "the rank wrote no record"
+    while not holds():
+        assert time.monotonic() < end, f"the record is {held_for(PORT)}"
         time.sleep(0.05)
+
+
+def wait_until_held() -> HeldRecord:
+    wait_until(lambda: held_for(PORT) is not None)
+    held = held_for(PORT)
+    assert held is not None
+    return held
 
 
 def leave(rank: Rank) -> None:

@@ -11,6 +11,7 @@ import torch
 
 from windlass.config import PauseMode
 from windlass.control.engine_agent import EngineAgent
+from windlass.control.engine_state import HoldCause
 from windlass.control.messages import Abort, Pause, Publish
 from windlass.engines.capture.description import Captured
 from windlass.engines.capture.memory import Watched
@@ -28,7 +29,7 @@ SECONDS = 10.0
 
 @contextmanager
 def engine(
-    *, serves_own_weights: bool, on_held: Callable[[bool], None] | None = None
+    *, serves_own_weights: bool, on_held: Callable[[HoldCause | None], None] | None = None
 ) -> Iterator[tuple[EngineAgent, QuiesceGate]]:
     """Yield an unbound agent over real memory, and the gate of its loop."""
     module = torch.nn.Linear(4, 4)
@@ -65,12 +66,19 @@ def loop(gate: QuiesceGate, deadline_s: float = SECONDS) -> Iterator[threading.T
 def test_an_aborted_first_version_leaves_the_weights_of_the_start(
     serves_own_weights: bool,
 ) -> None:
-    with engine(serves_own_weights=serves_own_weights) as (agent, gate), loop(gate) as held:
+    causes: list[HoldCause | None] = []
+    with (
+        engine(serves_own_weights=serves_own_weights, on_held=causes.append) as (agent, gate),
+        loop(gate) as held,
+    ):
+        agent.on_disconnect()
+        assert causes == [], "no round has paused the engine"
         agent.handle(Pause(PauseMode.IN_PLACE, SECONDS), epoch=1, round_number=1)
         assert held.is_alive()
         agent.handle(Abort("", mixed_weights=False), epoch=1, round_number=1)
         held.join(SECONDS if serves_own_weights else 0.3)
         assert held.is_alive() is not serves_own_weights
+        assert causes == ([] if serves_own_weights else [HoldCause.NO_VERSION])
 
 
 def test_an_engine_does_not_serve_mixed_weights() -> None:
@@ -83,7 +91,7 @@ def test_an_engine_does_not_serve_mixed_weights() -> None:
 
 def test_a_lost_controller_holds_the_loop_until_the_next_version() -> None:
     """The agent reports that the engine stays paused, and reports the end before the loop continues."""
-    reports: list[tuple[bool, bool]] = []
+    reports: list[tuple[HoldCause | None, bool]] = []
     with (
         engine(
             serves_own_weights=True,
@@ -95,12 +103,12 @@ def test_a_lost_controller_holds_the_loop_until_the_next_version() -> None:
         agent.on_disconnect()
         agent.on_disconnect()
         loop_thread.join(0.3)
-        assert reports == [(True, True)]
+        assert reports == [(HoldCause.MIXED, True)]
         agent.handle(Pause(PauseMode.IN_PLACE, SECONDS), epoch=2, round_number=1)
         agent.handle(Publish(1, SECONDS, ""), epoch=2, round_number=1)
         loop_thread.join(SECONDS)
         assert not loop_thread.is_alive()
-        assert reports == [(True, True), (False, True)]
+        assert reports == [(HoldCause.MIXED, True), (None, True)]
 
 
 def test_a_pause_of_a_loop_that_is_not_held_fails_by_its_deadline() -> None:

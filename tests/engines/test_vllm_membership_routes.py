@@ -17,7 +17,8 @@ import pytest
 from test_vllm_api_server import GOOD, Cores
 
 from windlass import envs
-from windlass.engines.held_server import note_held
+from windlass.control.engine_state import HoldCause
+from windlass.engines.held_server import HeldRecord, note_held
 from windlass.engines.member import keep_key
 from windlass.engines.private_routes import KEY_HEADER, App, saved_key
 from windlass.engines.vllm import membership
@@ -27,6 +28,7 @@ from windlass.net.addresses import free_port
 
 TOKEN = "token of the server"
 CONTROLLER = "http://127.0.0.1:1"
+HELD = HeldRecord(CONTROLLER, HoldCause.MIXED)
 
 
 class Server:
@@ -114,7 +116,7 @@ async def test_held_server_gets_no_order_that_would_wait_for_its_loop(tmp_path: 
     server = Server(tmp_path)
     await server.start()
     port = server.app.state.args.port
-    note_held(port, CONTROLLER, is_held=True)
+    note_held(port, HELD)
     shown = {"authorization": f"Bearer {TOKEN}"}
     assert await server.post("/v1/completions", {}) == 503
     for url in ("", "http://engine.example", "http://proxy.example:80"):
@@ -122,7 +124,7 @@ async def test_held_server_gets_no_order_that_would_wait_for_its_loop(tmp_path: 
         assert await server.post("/windlass/join", order, **shown) == 409
     assert await server.post("/windlass/join", {"controller": CONTROLLER}, **shown) == 200
     assert server.cores.orders == []
-    note_held(port, CONTROLLER, is_held=False)
+    note_held(port, None)
     assert await server.post("/v1/completions", {}) == 200
 
 
@@ -227,10 +229,10 @@ async def test_routes_of_a_trainers_server_refuse_while_it_is_held(tmp_path: Pat
     server.routes = Held(server.answer)
     await server.start()
     port = server.app.state.args.port
-    note_held(port, CONTROLLER, is_held=True)
+    note_held(port, HELD)
     assert await server.post("/v1/completions", {}) == 503
     assert await server.post("/update_weights", {}) == 200
-    note_held(port, CONTROLLER, is_held=False)
+    note_held(port, None)
     assert await server.post("/v1/completions", {}) == 200
 
 

@@ -13,6 +13,7 @@ import msgspec
 from windlass.config import DrivenBackend, P2pBackend, PauseMode, UpdateBackend, UpdateMode
 from windlass.control.backend import Interruptible, Listens, backend_of, carry_out
 from windlass.control.connect_messages import Bound, ConnectEngine, ConnectTrainer
+from windlass.control.engine_state import HoldCause
 from windlass.control.messages import (
     SLEEPS,
     Abort,
@@ -133,8 +134,8 @@ class EngineAgent:
         sleeper: memory of the rank that sleeps; None if the engine keeps its memory. While the weights are lost, the
             engine does not serve.
         used_nbytes: function that returns the bytes in use of this rank's memory; None to report none.
-        on_held: function that gets True if the engine stays paused after a round, because its weights may be of two
-            versions, and False before the engine resumes. None to call nothing.
+        on_held: function that gets the cause if the engine stays paused after a round or after the loss of the
+            controller's connection, and None before the engine resumes. None to call nothing.
         buffered: see `EngineWeights`.
 
     Attributes:
@@ -153,10 +154,13 @@ class EngineAgent:
         serves_own_weights: bool = False,
         sleeper: Sleeper | None = None,
         used_nbytes: Callable[[], int] | None = None,
-        on_held: Callable[[bool], None] | None = None,
+        on_held: Callable[[HoldCause | None], None] | None = None,
         buffered: Collection[str] = (),
     ) -> None:
-        self._used_nbytes, self._on_held, self._is_held = used_nbytes, on_held, False
+        self._used_nbytes, self._on_held = used_nbytes, on_held
+        self._held_for: HoldCause | None = None
+        # Whether a round has paused the engine, and the engine has not resumed since.
+        self._is_paused = False
         self._serves_own_weights, self._sleeper = serves_own_weights, sleeper
         self._one_sided, self._host = receiver, host
         self._source = None if sender is None else TrainerAgent(sender, host=host)
@@ -233,6 +237,7 @@ class EngineAgent:
             case Pause():
                 # The end of this round resumes the engine, so an earlier failure to resume no longer counts.
                 self._not_resumed = ""
+                self._is_paused = True
                 pause_id = f"{self._round_id.epoch}.{self._round_id.round}"
                 self._hooks.pause(pause_id, command.mode, command.deadline_s)
                 self._open_to_writes |= self._mode is UpdateMode.IN_PLACE
@@ -421,11 +426,21 @@ class EngineAgent:
             if self._sleeper is not None:
                 self._sleeper.round_ended()
 
-    def _note_held(self, is_held: bool) -> None:
-        """Call `on_held` with `is_held` if the value has changed since the previous call of this method."""
-        if self._on_held is not None and is_held is not self._is_held:
-            self._on_held(is_held)
-        self._is_held = is_held
+    def _note_held(self, cause: HoldCause | None) -> None:
+        """Call `on_held` with `cause` if the value has changed since the previous call of this method."""
+        if self._on_held is not None and cause is not self._held_for:
+            self._on_held(cause)
+        self._held_for = cause
+
+    def _hold_cause(self) -> HoldCause | None:
+        """Return the cause why the engine must stay paused; None if it may resume."""
+        if self._mixed_weights:
+            return HoldCause.MIXED
+        if self._is_empty:
+            return HoldCause.EMPTY
+        if self.served_version < 0 and not self._serves_own_weights:
+            return HoldCause.NO_VERSION
+        return None
 
     def _go_on_if_whole(self, deadline_s: float) -> None:
         """Resume the engine within `deadline_s`, unless its weights are mixed or it has no weights to serve.
@@ -434,9 +449,11 @@ class EngineAgent:
         controller repeats the command. If the connection was lost, the channel tries again when the rank has connected.
         """
         self._not_resumed = SLEEPS if self._is_empty else ""
-        self._note_held(self._mixed_weights)
-        has_weights = self.served_version >= 0 or self._serves_own_weights
-        if self.mixed_weights or not has_weights:
+        cause = self._hold_cause()
+        # Before its first round, no pause makes the engine's requests wait.
+        is_running = cause is HoldCause.NO_VERSION and not self._is_paused
+        self._note_held(None if is_running else cause)
+        if cause is not None:
             return
         end = time.monotonic() + deadline_s
         try:
@@ -444,7 +461,9 @@ class EngineAgent:
                 self._hooks.set_version(self.served_version, deadline_s)
                 self._is_stamped = True
             self._hooks.resume(max(end - time.monotonic(), MIN_RESUME_S))
+            self._is_paused = False
         # The engine's own code may raise any exception.
         except Exception as error:  # noqa: BLE001
             _log.exception("the engine did not resume")
             self._not_resumed = f"{type(error).__name__}: {error}"
+            self._note_held(HoldCause.NOT_RESUMED)

@@ -38,6 +38,23 @@ class EngineStatus(StrEnum):
     GONE = "gone"
 
 
+class HoldCause(StrEnum):
+    """Cause why an engine stays paused after the end of a round, or after the loss of the controller's connection.
+
+    Attributes:
+        MIXED: its live weights may be of two versions.
+        EMPTY: its weights sleep or are lost.
+        NO_VERSION: a round has paused it and published nothing, it has no version yet, and it must not serve the weights
+            that it was started with.
+        NOT_RESUMED: its weights are of one version, but the engine did not resume.
+    """
+
+    MIXED = "mixed"
+    EMPTY = "empty"
+    NO_VERSION = "no version"
+    NOT_RESUMED = "not resumed"
+
+
 _ALL = frozenset(EngineStatus)
 TRANSITIONS: Mapping[EngineStatus, frozenset[EngineStatus]] = {
     EngineStatus.SERVING: _ALL,

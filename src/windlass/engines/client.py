@@ -14,6 +14,7 @@ from windlass.control.client import CommandHandler
 from windlass.control.connect_messages import Hello, Registered, TurnRoom, group_and_rank
 from windlass.control.engine_agent import EngineAgent, EngineHooks, Sleeper
 from windlass.control.engine_channel import EngineChannel
+from windlass.control.engine_state import HoldCause
 from windlass.errors import ConfigError
 from windlass.layout.dtypes import DType
 from windlass.layout.manifest import Role, ShardManifest
@@ -99,7 +100,7 @@ class EngineClient(Closing):
         serves_own_weights: bool = False,
         comes_to_rest: bool = True,
         sleeper: Sleeper | None = None,
-        on_held: Callable[[bool], None] | None = None,
+        on_held: Callable[[HoldCause | None], None] | None = None,
         connect_deadline_s: float = 60.0,
         intercept: Callable[[EngineAgent], CommandHandler] | None = None,
     ) -> None:

@@ -12,15 +12,15 @@ import threading
 import time
 from collections.abc import Callable, Collection
 from dataclasses import replace
-from functools import partial
 from typing import Protocol, final
 
 import msgspec
 
 from windlass.config import PauseMode
+from windlass.control.engine_state import HoldCause
 from windlass.engines.capture.description import Captured
 from windlass.engines.client import EngineClient, EngineWeights
-from windlass.engines.held_server import note_held
+from windlass.engines.held_server import HeldRecord, note_held
 from windlass.engines.quiesce_gate import QuiesceGate
 from windlass.engines.rank_sleep import RankSleep
 from windlass.engines.spec import AgentSettings, CapturedLayout
@@ -275,7 +275,13 @@ class EngineRank:
 
     def __init__(self, *, looks: bool = True) -> None:
         self._looks = looks
-        self.gate, self.sleep = QuiesceGate(), RankSleep()
+        self.gate, self.sleep = QuiesceGate(self._update_record), RankSleep(self._update_record)
+        # Controller of the fleet that this rank has joined; empty before the first join.
+        self._controller = ""
+        # Cause why the engine stays paused; None if it does not, and if this rank is not rank 0.
+        self._held_for: HoldCause | None = None
+        self._recorded: HeldRecord | None = None
+        self._recording = threading.Lock()
         self._first: tuple[AgentSettings, Captured, RankHooks] | None = None
         self._client: EngineClient | None = None
         self._has_joined = False
@@ -398,12 +404,9 @@ class EngineRank:
             towards=settings.controller,
             memory_at=captured.addresses[0] if captured.addresses else 0,
         )
-        on_held: Callable[[bool], None] | None = None
-        if rank == 0:
-            on_held = partial(self._note_held, settings)
-            # Delete the record that the engine is held by its previous fleet. The record still exists if the weights became
-            # mixed, and sleep then freed the weights.
-            on_held(False)
+        # Delete the record of the previous fleet: the new fleet fills the weights, and requests wait for its first version.
+        self._hold(None)
+        self._controller = settings.controller
         begun = time.perf_counter()
         sizes = [parameter.nbytes for parameter in captured.manifest.parameters]
         spans = zip(captured.addresses, sizes, strict=True)
@@ -432,14 +435,43 @@ class EngineRank:
             serves_own_weights=settings.serves_own_weights,
             comes_to_rest=hooks.has_api,
             sleeper=hooks if self.sleep.is_enabled else None,
-            on_held=on_held,
+            on_held=self._hold if rank == 0 else None,
         )
         self._has_joined = True
 
-    def _note_held(self, settings: AgentSettings, is_held: bool) -> None:
-        """Call `note_held` for the server in `settings`."""
-        may_leave = self.sleep.is_lost and not self.gate.is_blocked
-        note_held(settings.port, settings.controller, is_held, may_leave=may_leave)
+    def _hold(self, cause: HoldCause | None) -> None:
+        """Record for the server why its engine stays paused; None if it does not. The agent of rank 0 calls this.
+
+        An engine that sleeps and has a copy of its weights gets no record, because its framework can wake it without an
+        update.
+        """
+        is_asleep = cause is HoldCause.EMPTY and not self.sleep.is_lost
+        self._held_for = None if is_asleep else cause
+        self._update_record(is_new=True)
+
+    def _update_record(self, *, is_new: bool = False) -> None:
+        """Write the record of the held engine again if it is outdated; see `held_server`.
+
+        The agent's thread calls this with `is_new`. The main loop calls it after a change of `QuiesceGate.is_blocked` or
+        `RankSleep.is_lost`, and then only an engine that is held has a record to write.
+        """
+        if self._held_for is None and not is_new:
+            return
+        with self._recording:
+            cause, is_lost = self._held_for, self.sleep.is_lost
+            held: HeldRecord | None = None
+            if cause is not None:
+                if cause is HoldCause.MIXED and is_lost:
+                    # An update fills all lost weights, whatever they were.
+                    cause = HoldCause.EMPTY
+                is_free = is_lost or cause is HoldCause.NO_VERSION
+                may_leave = is_free and not self.gate.is_blocked
+                held = HeldRecord(self._controller, cause, may_leave)
+            before, self._recorded = self._recorded, held
+            if held != before:
+                note_held(self.settings.port, held)
+            if held is not None and (before is None or before.cause is not held.cause):
+                logger.warning("%s", held.reason)
 
     @property
     def kept(self) -> frozenset[str]:

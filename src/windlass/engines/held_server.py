@@ -1,20 +1,24 @@
-"""Record of a server whose engine runs no step, because its weights may be of two versions.
+"""Record of a server whose engine stays paused after a round that ended badly; `HoldCause` lists the causes.
 
-The controller or a trainer may die while an update changes the weights. The engine then stays paused until an update has
-filled all weights. Rank 0 writes the record into a file next to the key of the server's private routes, and removes the file
-before the engine resumes. The API processes of the server read the file, and refuse requests with the reason. Without the
-record, a request would wait for the engine without a limit, and `/health` would report no fault. A job would also end the
-engine as one that hangs, because its loop is blocked and `ALIVE_PATH` gets no answer.
+For example, the controller or a trainer may die while an update changes the weights. The engine then stays paused until an
+update has filled all weights. Rank 0 writes the record into a file next to the key of the server's private routes, and
+removes the file before the engine resumes. The API processes of the server read the file, and refuse requests with the
+reason. Without the record, a request would wait for the engine without a limit, and `/health` would report no fault. A job
+would also end the engine as one that hangs, because its loop is blocked and `ALIVE_PATH` gets no answer.
+
+An engine that sleeps while its trainer steps has no record: its requests wait for the next version.
 """
 
 from __future__ import annotations
 
 import logging
+from collections.abc import Mapping
 from http import HTTPStatus
 from typing import final
 
 import msgspec
 
+from windlass.control.engine_state import HoldCause
 from windlass.engines.private_routes import (
     App,
     Message,
@@ -36,67 +40,69 @@ _GENERATES = frozenset({"/generate", "/inference/v1/generate", "/invocations"})
 """Routes that let the engine generate. Routes of OpenAI's API do so too."""
 _OPENAI = "/v1/"
 """Beginning of the routes of OpenAI's API."""
-_MAY_LEAVE = " may leave"
-"""End of a record whose engine may join the fleet of another controller. No URL contains a space."""
+_REASONS: Mapping[HoldCause, str] = {
+    HoldCause.MIXED: "the weights of this engine may be of two versions, because an update of the controller {controller} "
+    "did not complete in this engine; publish a version from this controller, or restart the engine",
+    HoldCause.EMPTY: "this engine has no weights: it has slept, and no update of the controller {controller} has filled "
+    "them since; publish a version from this controller, or restart the engine",
+    HoldCause.NO_VERSION: "this engine has no version yet, because the first update of the controller {controller} did not "
+    "complete in this engine; publish a version from this controller",
+    HoldCause.NOT_RESUMED: "this engine did not resume after an update of the controller {controller}; see the engine's "
+    "log, publish a version, or restart the engine",
+}
+"""Cause -> error text for clients of the server."""
 
 
-def note_held(port: int, controller: str, is_held: bool, *, may_leave: bool = False) -> None:
-    """Record that the engine of a server on this host stays paused, or delete this record. If this fails, log the error.
+class HeldRecord(msgspec.Struct, frozen=True):
+    """Content of a record.
 
-    A reader sees the whole record or none.
-
-    Args:
-        port: port of the server. With 0, the engine has no server, and this call only logs that the engine stays paused.
-        controller: URL of the controller whose update has not ended.
-        is_held: whether the engine stays paused.
-        may_leave: whether the engine may join the fleet of another controller, because its weights are lost and its loop
-            is not blocked.
+    Attributes:
+        controller: URL of the controller whose update did not end well.
+        cause: cause why the engine stays paused.
+        may_leave: whether the engine may join the fleet of another controller: it has no weights that could be of two
+            versions, and its loop is not blocked, so that it can carry out an order to join.
     """
-    if is_held:
-        _log.warning("%s", held_reason(controller))
+
+    controller: str
+    cause: HoldCause
+    may_leave: bool = False
+
+    @property
+    def reason(self) -> str:
+        """Error text for clients of the server."""
+        return _REASONS[self.cause].format(controller=self.controller)
+
+
+def note_held(port: int, held: HeldRecord | None) -> None:
+    """Write the record of a server on this host, or delete it if `held` is None. If this fails, log the error.
+
+    A reader sees the whole record or none. `port` is the port of the server. With 0, the engine has no server, and this call
+    does nothing.
+    """
     if not port:
         return
     try:
-        if not is_held:
+        if held is None:
             (key_folder() / _record(port)).unlink(missing_ok=True)
             return
-        content = f"{controller}{_MAY_LEAVE if may_leave else ''}"
-        write_file(own_folder() / _record(port), content.encode())
+        write_file(own_folder() / _record(port), msgspec.json.encode(held))
     except (ConfigError, OSError) as error:
         _log.warning("cannot update the record of whether this engine is held: %s", error)
 
 
-def held_for(port: int) -> str:
-    """Return the URL of the controller that must fill the engine's weights; empty if the engine is not held.
-
-    `port` is the port of the engine's server on this host.
-    """
-    controller, _ = _read(_record(port))
-    return controller
+def held_for(port: int) -> HeldRecord | None:
+    """Return the record of the server at this port of this host; None if its engine is not held."""
+    return _read(_record(port))
 
 
-def may_leave(port: int) -> bool:
-    """Return whether the record of a held engine says that the engine may join the fleet of another controller."""
-    _, found = _read(_record(port))
-    return found
-
-
-def _read(record: str) -> tuple[str, bool]:
-    """Return `controller` and `may_leave` of a record (see `note_held`); ("", False) if there is none or it cannot be read."""
+def _read(record: str) -> HeldRecord | None:
+    """Return the content of a record; None if there is none or it cannot be read."""
     try:
         content = read_own(record)
+        return msgspec.json.decode(content, type=HeldRecord) if content else None
     # For example, the folder belongs to another user.
-    except (ConfigError, OSError):
-        return "", False
-    return content.removesuffix(_MAY_LEAVE), content.endswith(_MAY_LEAVE)
-
-
-def held_reason(controller: str) -> str:
-    """Return the error text for clients of a server whose engine is held until `controller` publishes a version."""
-    return (
-        f"the weights of this engine may be of two versions, because an update of the controller {controller} did not "
-        "complete in this engine; publish a version from this controller, or restart the engine"
-    )
+    except (ConfigError, OSError, msgspec.MsgspecError):
+        return None
 
 
 def _record(port: int) -> str:
@@ -118,17 +124,17 @@ class HeldRoutes:
     def __init__(self, app: App, port: int) -> None:
         self._app, self._record = app, _record(port)
         # An earlier server of this port may have ended while it was held.
-        note_held(port, "", is_held=False)
+        note_held(port, None)
 
     async def __call__(self, scope: Message, receive: Receive, send: Send) -> None:
         """Serve one request."""
         asks = asks_whether_alive(scope)
-        controller, _ = _read(self._record) if asks or _needs_engine(scope) else ("", False)
-        if not controller:
+        held = _read(self._record) if asks or _needs_engine(scope) else None
+        if held is None:
             await self._app(scope, receive, send)
             return
         status, key = (HTTPStatus.OK, "held") if asks else (HTTPStatus.SERVICE_UNAVAILABLE, "error")
-        await answer(send, status, msgspec.json.encode({key: held_reason(controller)}))
+        await answer(send, status, msgspec.json.encode({key: held.reason}))
 
 
 def _needs_engine(scope: Message) -> bool:

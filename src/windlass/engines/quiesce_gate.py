@@ -6,7 +6,7 @@ The loop is quiesced for a pause when the last step before the pause has ended.
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import final
 
@@ -19,9 +19,13 @@ class QuiesceGate:
 
     The agent calls `ask`, `wait` and, after the update, `end`. The main loop calls `quiesced`, which returns at
     once, or `block`, which returns after `end`. The main loop may call before or after the agent.
+
+    Args:
+        on_block: function that is called after each change of `is_blocked`. It may read the gate.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, on_block: Callable[[], None] = lambda: None) -> None:
+        self._on_block = on_block
         self.changed = threading.Condition()
         """Condition that guards the state of the gate. Each change notifies it."""
         # Ids of three pauses, each empty for none: the pause for which the loop is quiesced, the pause that the agent asks
@@ -54,15 +58,19 @@ class QuiesceGate:
             self._blocked = True
             self._reached = self._asked or pause_id
             self.changed.notify_all()
-            until_asked_s = deadline_s if longest_s is None else min(deadline_s, longest_s)
-            # Count the calls of `ask`: a pause may begin and end before this thread wakes.
-            before = self._num_asked
-            self.changed.wait_for(
-                lambda: self._asked or self._num_asked > before or pause_id == self._ended,
-                until_asked_s,
-            )
+            # A pause may begin or end before this thread waits, so store whether one has begun, and count the calls of `ask`.
+            has_begun, before = bool(self._asked), self._num_asked
+        self._on_block()
+        until_asked_s = deadline_s if longest_s is None else min(deadline_s, longest_s)
+        with self.changed:
+            if not has_begun:
+                self.changed.wait_for(
+                    lambda: self._asked or self._num_asked > before or pause_id == self._ended,
+                    until_asked_s,
+                )
             self.changed.wait_for(lambda: not self._asked, longest_s)
             self._blocked = False
+        self._on_block()
 
     @contextmanager
     def held(self) -> Iterator[None]:
@@ -74,11 +82,13 @@ class QuiesceGate:
         with self.changed:
             self._blocked, self._reached = True, self._asked
             self.changed.notify_all()
+        self._on_block()
         try:
             yield
         finally:
             with self.changed:
                 self._blocked = False
+            self._on_block()
 
     @property
     def is_asked(self) -> bool:

@@ -14,10 +14,12 @@ class RankSleep:
 
     The engine's main loop, which sleeps and wakes, writes `asleep`, `is_lost` and `missed`. The agent's thread reads them.
 
+    Args:
+        on_change: function that is called after each change of `is_lost`.
+
     Attributes:
         is_enabled: whether the engine was started with its sleep mode.
         asleep: kinds of memory that have no pages now, by the engine's names.
-        is_lost: whether the values of the weights are lost, and no round has filled the weights since.
         missed: reason why an update cannot fill all values that the engine computed from its weights before it slept; empty
             if an update can.
         caches_nbytes: bytes that the rank maps beside its weights before it serves; 0 if they are not known.
@@ -29,12 +31,24 @@ class RankSleep:
     WEIGHTS = "weights"
     """Name of the memory of the weights in `asleep`; both engines use it."""
 
-    def __init__(self) -> None:
-        self.is_enabled = self.is_lost = False
+    def __init__(self, on_change: Callable[[], None] = lambda: None) -> None:
+        self._on_change = on_change
+        self.is_enabled = self._is_lost = False
         self.asleep: frozenset[str] = frozenset()
         self.failure = self.missed = ""
         self.caches_nbytes = 0
         self.ask: Callable[[PauseMode, float], None] | None = None
+
+    @property
+    def is_lost(self) -> bool:
+        """True if the values of the weights are lost, and no round has filled the weights since."""
+        return self._is_lost
+
+    @is_lost.setter
+    def is_lost(self, is_lost: bool) -> None:
+        is_changed, self._is_lost = is_lost is not self._is_lost, is_lost
+        if is_changed:
+            self._on_change()
 
     @property
     def is_at_rest(self) -> bool:

@@ -17,7 +17,7 @@ import msgspec
 
 from windlass.control.engine_channel import report_cannot_join
 from windlass.engines.adapters import adapter_of
-from windlass.engines.held_server import held_for, held_reason, may_leave
+from windlass.engines.held_server import held_for
 from windlass.engines.join_route import JoinOrder
 from windlass.engines.rank_reports import check_layouts, reason_of
 from windlass.engines.spec import AgentSettings, CapturedLayout, RankStep, join_deadline_s
@@ -196,24 +196,23 @@ async def join_ranks(
 
     All ranks capture their layouts, this process checks the layouts, and then all ranks join.
 
-    Do nothing if the engine is held until `settings.controller` sends a version (see `held_server`). In this case the
-    ranks cannot carry out an order, because the core's loop is blocked. They reconnect to the controller by themselves.
+    Do nothing if the engine is held until `settings.controller` sends a version (see `held_server`). The ranks reconnect to
+    this controller by themselves, and cannot carry out an order if the core's loop is blocked.
 
     `engine` is vLLM's `AsyncLLM`. For the other arguments see `RankOrder`.
 
     Raises:
         ConfigError: updates would not reach a tensor that vLLM's loader reads, or this process cannot call all ranks
             of the server.
-        ProtocolError: the engine is held until another controller sends a version. An engine whose weights are lost may
-            join another controller, unless its loop is blocked.
+        ProtocolError: the engine is held until another controller sends a version, and `HeldRecord.may_leave` is False.
         PeerUnreachable: a rank failed; the message has the rank's reason.
         PeerTimeout: a rank did not answer within `settings.join_deadline_s`.
     """
-    if held := held_for(settings.port):
-        if held == settings.controller:
+    if (held := held_for(settings.port)) is not None:
+        if held.controller == settings.controller:
             return
-        if not may_leave(settings.port):
-            raise ProtocolError(f"join: {held_reason(held)}")
+        if not held.may_leave:
+            raise ProtocolError(f"join: {held.reason}")
     capture = RankOrder(
         step=RankStep.CAPTURE, settings=settings, token=token, pauses_itself=pauses_itself
     )
