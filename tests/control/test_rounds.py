@@ -547,23 +547,34 @@ def test_in_place_a_dead_engine_is_left_out_and_the_others_publish(phase: Phase)
     more = script.take(script.machine.handle(AgentLost("a/1", "killed")))
     finish = script.finish_well([s for s in [*waiting, *more] if ENGINE_OF.get(s.worker) != "a"])
     assert finish.report.outcome is RoundOutcome.PUBLISHED
-    written = phase is not Phase.PREPARE
+    # The lost rank may be alive and paused. Then it stays paused, and the other rank must not resume without it.
     assert finish.engines == {
-        "a": EngineOutcome.MIXED if written else EngineOutcome.LEFT_OUT,
+        "a": EngineOutcome.MIXED,
         "b": EngineOutcome.PUBLISHED,
         "c": EngineOutcome.PUBLISHED,
     }
-    assert script.aborts() == {"a/0": written}
+    assert script.aborts() == {"a/0": True}
     assert "a/1: killed" in finish.report.left_out["a"]
 
 
+def test_engine_of_one_rank_that_dies_before_a_write_is_not_mixed() -> None:
+    script = Script(make_spec(UpdateMode.IN_PLACE))
+    waiting = script.run_to(Phase.PREPARE)
+    more = script.take(script.machine.handle(AgentLost("b/0", "killed")))
+    finish = script.finish_well([s for s in [*waiting, *more] if ENGINE_OF.get(s.worker) != "b"])
+    assert finish.engines["b"] is EngineOutcome.LEFT_OUT
+    assert script.aborts() == {}
+
+
 @pytest.mark.parametrize("phase", STAGED_PHASES)
-def test_staged_an_engine_is_mixed_only_after_apply_begins(phase: Phase) -> None:
+def test_staged_an_engine_that_loses_a_rank_is_mixed_only_after_it_has_paused(
+    phase: Phase,
+) -> None:
     script = Script(make_spec(UpdateMode.STAGED))
     waiting = script.run_to(phase)
     more = script.take(script.machine.handle(AgentLost("a/1", "killed")))
     finish = script.finish_well([s for s in [*waiting, *more] if ENGINE_OF.get(s.worker) != "a"])
-    touched = phase in {Phase.APPLY, Phase.PUBLISH}
+    touched = phase in {Phase.PAUSE, Phase.APPLY, Phase.PUBLISH}
     assert finish.engines["a"] is (EngineOutcome.MIXED if touched else EngineOutcome.LEFT_OUT)
     assert finish.mixed == (frozenset({"a"}) if touched else frozenset())
     assert finish.report.outcome is RoundOutcome.PUBLISHED

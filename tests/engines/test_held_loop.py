@@ -9,8 +9,8 @@ from contextlib import contextmanager
 import pytest
 import torch
 
-from windlass.config import PauseMode
-from windlass.control.engine_agent import EngineAgent
+from windlass.config import PauseMode, UpdateMode
+from windlass.control.engine_agent import EngineAgent, Sleeper
 from windlass.control.engine_state import HoldCause
 from windlass.control.messages import Abort, Pause, Publish
 from windlass.engines.capture.description import Captured
@@ -18,7 +18,7 @@ from windlass.engines.capture.memory import Watched
 from windlass.engines.capture.mirrors import Later
 from windlass.engines.engine_rank import RankHooks
 from windlass.engines.quiesce_gate import QuiesceGate
-from windlass.errors import PeerTimeout
+from windlass.errors import PeerTimeout, PeerUnreachable
 from windlass.layout.manifest import Role
 from windlass.transfer.dtensor import describe_module, parameter_addresses
 from windlass.transfer.receiver import Receiver
@@ -27,9 +27,25 @@ from windlass.transports.registry import create_transport, parse_transport
 SECONDS = 10.0
 
 
+class Sleeps:
+    """Sleeper of a rank that has lost its weights."""
+
+    is_empty, caches_nbytes = True, 0
+
+    def sleep(self, mode: PauseMode, deadline_s: float) -> None:
+        """Do nothing: the rank sleeps already."""
+
+    def round_ended(self) -> None:
+        """Do nothing: no framework makes the rank sleep."""
+
+
 @contextmanager
 def engine(
-    *, serves_own_weights: bool, on_held: Callable[[HoldCause | None], None] | None = None
+    *,
+    serves_own_weights: bool,
+    on_held: Callable[[HoldCause | None], None] | None = None,
+    num_ranks: int = 1,
+    sleeper: Sleeper | None = None,
 ) -> Iterator[tuple[EngineAgent, QuiesceGate]]:
     """Yield an unbound agent over real memory, and the gate of its loop."""
     module = torch.nn.Linear(4, 4)
@@ -43,7 +59,14 @@ def engine(
     receiver, gate = Receiver(transport, manifest, addresses, regions), QuiesceGate()
     captured = Captured(manifest, tuple(addresses), (), (), ())
     hooks = RankHooks(captured, gate, None)
-    agent = EngineAgent(receiver, hooks, serves_own_weights=serves_own_weights, on_held=on_held)
+    agent = EngineAgent(
+        receiver,
+        hooks,
+        serves_own_weights=serves_own_weights,
+        on_held=on_held,
+        num_ranks=num_ranks,
+        sleeper=sleeper,
+    )
     try:
         yield agent, gate
     finally:
@@ -79,6 +102,36 @@ def test_an_aborted_first_version_leaves_the_weights_of_the_start(
         held.join(SECONDS if serves_own_weights else 0.3)
         assert held.is_alive() is not serves_own_weights
         assert causes == ([] if serves_own_weights else [HoldCause.NO_VERSION])
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2])
+def test_rank_whose_peer_may_have_applied_a_version_stays_paused(num_ranks: int) -> None:
+    """The controller dies while it sends the command to apply. Only some ranks get this command."""
+    causes: list[HoldCause | None] = []
+    with (
+        engine(serves_own_weights=True, on_held=causes.append, num_ranks=num_ranks) as (
+            agent,
+            gate,
+        ),
+        loop(gate) as held,
+    ):
+        agent._mode = UpdateMode.STAGED
+        agent.handle(Pause(PauseMode.IN_PLACE, SECONDS), epoch=1, round_number=1)
+        agent.on_disconnect()
+        held.join(SECONDS if num_ranks == 1 else 0.3)
+        assert held.is_alive() is (num_ranks > 1)
+        assert causes == ([HoldCause.MIXED] if num_ranks > 1 else [])
+
+
+def test_rank_resumes_if_the_controller_ends_the_round_before_any_rank_applies() -> None:
+    with engine(serves_own_weights=True, num_ranks=2) as (agent, gate), loop(gate) as held:
+        agent._mode = UpdateMode.STAGED
+        agent.handle(Pause(PauseMode.IN_PLACE, SECONDS), epoch=1, round_number=1)
+        assert held.is_alive()
+        agent.handle(Abort("", mixed_weights=False), epoch=1, round_number=1)
+        held.join(SECONDS)
+        assert not held.is_alive()
+        assert not agent.mixed_weights
 
 
 def test_an_engine_does_not_serve_mixed_weights() -> None:

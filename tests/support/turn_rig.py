@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,6 +16,7 @@ from servers import HTTP_S, TOKEN, Sample, Server, build
 import windlass
 from windlass import UpdateReport
 from windlass.config import ControlConfig, PauseMode, PhaseDeadlines
+from windlass.errors import PeerUnreachable
 from windlass.trainers.client import TrainerClient
 
 KIND, DEADLINE_S, NUM_TOKENS = "dense", 120.0, 8
@@ -62,6 +63,12 @@ class Rig:
 
         assert (await asyncio.to_thread(publish)).left_out == {}
 
+    async def publish_again(self) -> None:
+        """Publish the present weights under a new number."""
+        self.version += 1
+        self.model.save_pretrained(self.folder / str(self.version))
+        await self.publish()
+
     async def check(self, answer: Sample | None = None) -> None:
         """Require every tensor of the newest version, and that version on every token of an answer."""
         answer = answer or await self.ask()
@@ -70,6 +77,18 @@ class Rig:
         checkpoint = self.folder / str(self.version)
         assert live == await asyncio.to_thread(self.server.digests_of_fresh_load, checkpoint)
         assert (await self.ask()).tokens == answer.tokens
+
+    async def must_refuse(self, reason: str) -> None:
+        """Require that the server refuses a new request and its health check at once, with the reason."""
+        http = self.server.http
+        asked = {"input_ids": PROMPT, "sampling_params": {"max_new_tokens": 1}}
+        calls: tuple[Callable[[], object], ...] = (
+            lambda: http.get("/health", HTTP_S),
+            lambda: http.post("/generate", asked, HTTP_S),
+        )
+        for call in calls:
+            with pytest.raises(PeerUnreachable, match=f": 503 .*{reason}"):
+                await asyncio.to_thread(call)
 
     async def must_wait(self, task: asyncio.Task[Sample], seconds: float = 3.0) -> None:
         with pytest.raises(TimeoutError):
@@ -81,12 +100,17 @@ RigT = TypeVar("RigT", bound=Rig)
 
 @asynccontextmanager
 async def serving_first_version(
-    kind: type[RigT], server: Server, controller: windlass.Controller, folder: Path
+    kind: type[RigT],
+    server: Server,
+    controller: windlass.Controller,
+    folder: Path,
+    *,
+    transport: str = "pull",
 ) -> AsyncIterator[RigT]:
     """Connect a trainer to the server's fleet, and let the server serve version 0."""
     model, connect = build(KIND, 2), windlass.connect_trainer
     trainer = await asyncio.to_thread(
-        connect, model, controller=controller.url, token=TOKEN, transport="pull"
+        connect, model, controller=controller.url, token=TOKEN, transport=transport
     )
     with trainer:
         turns = kind(server, controller, trainer, model, folder)

@@ -137,6 +137,7 @@ class EngineAgent:
         on_held: function that gets the cause if the engine stays paused after a round or after the loss of the
             controller's connection, and None before the engine resumes. None to call nothing.
         buffered: see `EngineWeights`.
+        num_ranks: number of ranks of the engine.
 
     Attributes:
         served_version: version that this rank serves; -1 for none.
@@ -156,7 +157,9 @@ class EngineAgent:
         used_nbytes: Callable[[], int] | None = None,
         on_held: Callable[[HoldCause | None], None] | None = None,
         buffered: Collection[str] = (),
+        num_ranks: int = 1,
     ) -> None:
+        self._num_ranks = num_ranks
         self._used_nbytes, self._on_held = used_nbytes, on_held
         self._held_for: HoldCause | None = None
         # Whether a round has paused the engine, and the engine has not resumed since.
@@ -178,7 +181,7 @@ class EngineAgent:
         self.kept_by_version: frozenset[str] = frozenset()
         self._is_stamped = True
         self._mixed_weights = False
-        # Whether the current round may already have changed live weights.
+        # Whether the current round may already have changed live weights of this rank, or of another rank of its engine.
         self._open_to_writes = False
         # Whether a source may have ended during a write whose bytes may still arrive.
         self._may_be_written = False
@@ -194,7 +197,7 @@ class EngineAgent:
     def mixed_weights(self) -> bool:
         """True if live weights may contain bytes of two versions, or if the weights are lost (`Sleeper.is_empty`).
 
-        During a round, this is True as soon as one-sided writes or `apply` may have changed live weights: if the
+        During a round, this is True as soon as one-sided writes or `apply` may have changed live weights of the engine: if the
         controller disappears at this time, the agent cannot know which bytes have changed.
         """
         return self._mixed_weights or self._open_to_writes or self._is_empty
@@ -240,7 +243,9 @@ class EngineAgent:
                 self._is_paused = True
                 pause_id = f"{self._round_id.epoch}.{self._round_id.round}"
                 self._hooks.pause(pause_id, command.mode, command.deadline_s)
-                self._open_to_writes |= self._mode is UpdateMode.IN_PLACE
+                # If the connection is lost now, another rank of this engine may still get `Apply`. This rank must then not
+                # serve the old version together with a rank that has the new one.
+                self._open_to_writes |= self._mode is UpdateMode.IN_PLACE or self._num_ranks > 1
             case Sleep():
                 if self._sleeper is None:
                     raise ProtocolError("this engine cannot sleep")

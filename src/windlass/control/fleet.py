@@ -758,7 +758,8 @@ class Fleet:
         - Every engine gets the state that follows from its outcome. Engines with the outcome QUARANTINED are quarantined.
         - Each source that has not answered a write command gets a hold on the engines that its bytes may still reach.
 
-        An engine whose processes were replaced during the round is left as it is, because the new processes took no part.
+        An engine whose processes were replaced during the round is left as it is, because the new processes took no part. An
+        engine that has lost a rank is left as it is too, unless its weights may be mixed.
 
         Args:
             finish: outcome of the round.
@@ -774,7 +775,11 @@ class Fleet:
                 self.quarantine(bound)
             group = self._groups.get(name)
             # New processes may have taken over the names of the group. They took no part in the round.
-            if group is None or group.identities != bound:
+            if group is None or not group.identities <= bound:
+                continue
+            is_mixed = name in finish.mixed and outcome is not EngineOutcome.PUBLISHED
+            # A rank of an engine with mixed weights may be disconnected now and come back, while the others stay paused.
+            if group.identities != bound and not is_mixed:
                 continue
             now, reason = group.status, finish.report.left_out.get(name, "")
             if outcome is EngineOutcome.PUBLISHED:
@@ -783,7 +788,7 @@ class Fleet:
                 for agent in group.agents.values():
                     agent.num_late = 0
                     agent.kept = binding.stays.get(name, frozenset())
-            elif name in finish.mixed:
+            elif is_mixed:
                 group.version, now = -1, EngineStatus.MIXED_WEIGHTS
             elif now is not EngineStatus.MIXED_WEIGHTS:
                 now = EngineStatus.LEFT_OUT

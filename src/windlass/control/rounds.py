@@ -11,6 +11,8 @@ that depend on how bytes travel belong to the backend: `delivery.Delivery` and i
 Failures and their consequences:
 
 - An engine that dies, or does not answer by the deadline, is left out. The round continues with the other engines.
+- A rank that loses its connection while it is paused stays paused until the next version, because it does not learn how
+  the round ends. So the other ranks of its engine stay paused too.
 - A link that failed, or that delivered bytes with the wrong digest, is written again, at most `max_rewrites` times.
   After that its engine is left out. In `staged` mode this engine generates with the old weights, and the round ends if every
   engine has such a link.
@@ -238,7 +240,7 @@ class RoundMachine:
         self._lost_trainers: set[str] = set()
         self._silent: set[str] = set()
         self._rewrites_left = spec.config.max_rewrites
-        self._wrote = False
+        self._wrote = self._has_paused = False
         self._digest_ok = True
         self._figures = Figures()
         self._non_finite: set[str] = set()
@@ -577,7 +579,9 @@ class RoundMachine:
     def _leave(
         self, engine: RoundEngine, reason: str, *, unknown: bool = False, lost: str = ""
     ) -> None:
-        engine.mixed = self._is_broken or self._may_be_mixed()
+        # The lost rank may be alive and paused, and then it waits for the next version. So the other ranks wait too.
+        is_split = bool(lost) and self._has_paused and len(engine.workers) > 1
+        engine.mixed = self._is_broken or is_split or self._may_be_mixed()
         outcome = EngineOutcome.MIXED if engine.mixed else EngineOutcome.LEFT_OUT
         engine.end(EngineOutcome.QUARANTINED if unknown else outcome, reason)
         for worker in engine.workers:
@@ -648,6 +652,7 @@ class RoundMachine:
         )
 
     def _send_engines(self, command: Command) -> None:
+        self._has_paused |= isinstance(command, Pause)
         for worker in self.engines.active_workers:
             self._send(worker, command)
 

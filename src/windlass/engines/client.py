@@ -130,6 +130,7 @@ class EngineClient(Closing):
                 used_nbytes=partial(used_nbytes, ordinal),
                 on_held=on_held,
                 buffered=weights.buffered,
+                num_ranks=world_size,
             )
             undo.callback(agent.close)
             nbytes = sum(m.nbytes for m in memory)

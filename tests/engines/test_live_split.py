@@ -1,0 +1,68 @@
+"""A rank of a live engine loses its connection to the controller while it is paused, and the other rank does not.
+
+The lost rank cannot know how the round ends, so it stays paused, and the engine cannot generate without it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from contextlib import ExitStack
+from pathlib import Path
+
+import pytest
+from servers import HTTP_S, TOKEN, Layout, save, serving
+from turn_rig import KIND, Rig, control_config, serving_first_version
+
+import windlass
+from windlass.config import UpdateMode
+from windlass.control.messages import Command, Prepare, Result
+from windlass.control.trainer_agent import TrainerAgent
+from windlass.errors import RoundAborted
+
+pytestmark = [pytest.mark.engines, pytest.mark.timeout(1200)]
+PAUSED_S = 5.0
+"""Seconds after which all ranks of the engine have paused."""
+
+
+@pytest.mark.parametrize("engine", ["vllm", "sglang"])
+async def test_server_says_why_if_one_of_its_ranks_is_cut_off_in_a_pause(
+    engine: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first = save(KIND, 1, tmp_path / "first")
+    async with windlass.Controller(
+        token=TOKEN, config=control_config(mode=UpdateMode.IN_PLACE)
+    ) as controller:
+        running = serving(
+            engine, first, tmp_path / "server.log", layout=Layout(tp=2), controller=controller.url
+        )
+        with ExitStack() as stack:
+            # The server joins while the controller's loop runs.
+            server = await asyncio.to_thread(stack.enter_context, running)
+            members, loop = controller.coordinator.members, asyncio.get_running_loop()
+            handle, cuts = TrainerAgent.handle, [True]
+
+            def handle_late(agent: TrainerAgent, command: Command, **numbers: int) -> Result:
+                """Cut off rank 1 of the engine when all its ranks have paused, before this rank may write."""
+                if isinstance(command, Prepare) and not cuts:
+                    cuts.append(True)
+                    time.sleep(PAUSED_S)
+                    session = members.sessions["engine/1"]
+                    asyncio.run_coroutine_threadsafe(session.close(), loop).result(HTTP_S)
+                return handle(agent, command, **numbers)
+
+            monkeypatch.setattr(TrainerAgent, "handle", handle_late)
+            async with serving_first_version(
+                Rig, server, controller, tmp_path, transport="cma"
+            ) as rig:
+                cuts.clear()
+                rig.step()
+                with pytest.raises(RoundAborted, match="engine/1"):
+                    await rig.publish()
+                await rig.must_refuse("may be of two versions")
+                await controller.wait_for_fleet(
+                    num_trainers=1, engines=["engine"], deadline_s=HTTP_S
+                )
+                await rig.publish_again()
+                await asyncio.to_thread(server.http.get, "/health", HTTP_S)
+                await rig.check()
