@@ -134,6 +134,25 @@ def test_rank_resumes_if_the_controller_ends_the_round_before_any_rank_applies()
         assert not agent.mixed_weights
 
 
+def test_requests_of_a_sleeping_engine_wait_only_while_a_controller_is_connected() -> None:
+    """A round that left the weights empty is over, so the next connection does not make a version likely."""
+    causes: list[HoldCause | None] = []
+    with engine(serves_own_weights=True, on_held=causes.append, sleeper=Sleeps()) as (agent, _):
+        agent.on_welcome()
+        for _ in range(2):
+            with pytest.raises(PeerUnreachable, match="sleeps"):
+                agent.on_disconnect()
+            assert causes.pop() is HoldCause.EMPTY
+            agent.on_welcome()
+            assert causes.pop() is None
+        agent.handle(Abort("", mixed_weights=False), epoch=1, round_number=1)
+        assert causes.pop() is HoldCause.EMPTY
+        with pytest.raises(PeerUnreachable, match="sleeps"):
+            agent.on_disconnect()
+        agent.on_welcome()
+        assert causes == []
+
+
 def test_an_engine_does_not_serve_mixed_weights() -> None:
     with engine(serves_own_weights=True) as (agent, gate), loop(gate) as held:
         agent.handle(Pause(PauseMode.IN_PLACE, SECONDS), epoch=1, round_number=1)

@@ -49,7 +49,7 @@ from vllm_cpu_sleep import COPIED
 
 import windlass
 from windlass.config import PauseMode, Reaction
-from windlass.errors import RoundAborted
+from windlass.errors import PeerUnreachable, RoundAborted
 
 pytestmark = [pytest.mark.engines, pytest.mark.timeout(1200)]
 
@@ -60,12 +60,6 @@ FLAGS = ("--enable-sleep-mode", "--block-size", "32")
 
 
 class Turns(Rig):
-    async def publish_again(self) -> None:
-        """Publish the present weights under a new number."""
-        self.version += 1
-        self.model.save_pretrained(self.folder / str(self.version))
-        await self.publish()
-
     def copied(self) -> int:
         """Return how many bytes all ranks had copied between device and host when they last woke memory."""
         found = re.findall(rf"{COPIED}(\d+) (\d+)\n", (self.folder.parent / LOG).read_text())
@@ -174,6 +168,7 @@ async def fail_turns(server: Server, folder: Path) -> None:
         await turns.post("/resume")
         await turns.post("/wake_up")
         await turns.must_wait(waiting)
+        await turns.must_refuse("this engine has no weights")
         # A trainer that needs its memory again makes the server sleep once more.
         await turns.post("/sleep?level=2&mode=keep")
         await turns.publish_again()
@@ -190,6 +185,7 @@ async def fail_turns(server: Server, folder: Path) -> None:
             await turns.post("/resume")
             await turns.post("/wake_up")
             await turns.must_wait(waiting)
+            await turns.must_refuse("this engine has no weights")
             if level == 1:
                 await turns.post("/sleep?level=1&mode=keep")
             await turns.publish_again()
@@ -198,8 +194,21 @@ async def fail_turns(server: Server, folder: Path) -> None:
         await turns.post("/sleep?level=2")
         waiting = turns.ask()
         await turns.post("/wake_up")
+        await turns.must_wait(waiting)
+    await until_refused(server, "this engine has no weights")
     async with taking_turns(server, folder / "next") as turns:
         await turns.check(await waiting)
+
+
+async def until_refused(server: Server, reason: str) -> None:
+    """Wait until the server refuses its health check with the reason: a rank notices later that its controller has ended."""
+    said = ""
+    async with asyncio.timeout(HTTP_S):
+        while reason not in said:
+            try:
+                await asyncio.to_thread(server.http.get, "/health", HTTP_S)
+            except PeerUnreachable as error:
+                said = str(error)
 
 
 @contextmanager

@@ -162,6 +162,8 @@ class EngineAgent:
         self._num_ranks = num_ranks
         self._used_nbytes, self._on_held = used_nbytes, on_held
         self._held_for: HoldCause | None = None
+        # Whether the engine has been held since the connection was lost, only because it sleeps.
+        self._is_cut_off = False
         # Whether a round has paused the engine, and the engine has not resumed since.
         self._is_paused = False
         self._serves_own_weights, self._sleeper = serves_own_weights, sleeper
@@ -350,9 +352,18 @@ class EngineAgent:
             # The controller will not report how this round ended. If the round may have changed live weights, these
             # weights also count as mixed in later rounds.
             self._mixed_weights |= self._open_to_writes
+            was_held = self._held_for is not None
             self._end_round(GO_ON_S)
+            self._is_cut_off |= self._held_for is HoldCause.EMPTY and not was_held
             if self._not_resumed:
                 raise PeerUnreachable(f"the engine did not resume: {self._not_resumed}")
+
+    def on_welcome(self) -> None:
+        """End the hold of an engine that sleeps: a controller is connected again, and its next round fills the weights."""
+        with self._lock:
+            if self._is_cut_off and self._held_for is HoldCause.EMPTY:
+                self._note_held(None)
+            self._is_cut_off = False
 
     def _choose(self, backend: UpdateBackend) -> None:
         """Let `backend` receive the bytes of the next rounds.

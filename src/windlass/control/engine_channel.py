@@ -70,6 +70,7 @@ class EngineChannel(AgentChannel):
         on_disconnect: function that resumes the engine. The channel calls it when a welcomed connection is lost, before
             it connects again. If it raises, the channel calls it again after the next `Welcome`, and reports to the
             controller whether the engine has resumed (`Done.not_resumed`).
+        on_welcome: function that the channel calls after each `Welcome`, before any command. None to call nothing.
         on_command: function that gets each command, its epoch and its round at arrival, while an earlier command may
             still be running. The channel calls it in its event loop, so it must not block. None to call nothing.
         executor: see `Client`.
@@ -84,12 +85,14 @@ class EngineChannel(AgentChannel):
         handler: CommandHandler,
         *,
         on_disconnect: Callable[[], None],
+        on_welcome: Callable[[], None] | None = None,
         on_command: Callable[[Command, int, int], None] | None = None,
         executor: Executor | None = None,
         loop: asyncio.AbstractEventLoop | None = None,
     ) -> None:
         super().__init__(url, token, hello, handler, executor=executor, loop=loop)
         self._on_disconnect, self._on_command = on_disconnect, on_command
+        self._when_welcomed = on_welcome
         self._not_resumed = ""
 
     def hello(self) -> Hello:
@@ -103,6 +106,8 @@ class EngineChannel(AgentChannel):
         # No command of this connection has arrived yet, so no round needs this engine paused.
         if self._not_resumed:
             await self._loop.run_in_executor(self._executor, self.on_lost)
+        if self._when_welcomed is not None:
+            await self._loop.run_in_executor(self._executor, self._when_welcomed)
 
     async def on_connected(self) -> None:
         """Report to the controller whether the engine generates now.

@@ -169,6 +169,7 @@ class EngineClient(Closing):
                 hello,
                 agent if intercept is None else intercept(agent),
                 on_disconnect=agent.on_disconnect,
+                on_welcome=agent.on_welcome,
                 on_command=agent.on_command,
             )
             undo.callback(self._channel.close)
