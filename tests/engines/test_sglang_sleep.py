@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from fresh_servers import filled_gaps
 from rows import Record, of_setting
 from servers import (
@@ -25,6 +26,7 @@ from servers import (
 )
 from turn_rig import (
     KIND,
+    NUM_TOKENS,
     PROMPT,
     Rig,
     control_config,
@@ -32,8 +34,8 @@ from turn_rig import (
 )
 
 import windlass
-from windlass.config import PauseMode
-from windlass.errors import PeerUnreachable
+from windlass.config import PauseMode, Reaction
+from windlass.errors import PeerUnreachable, RoundAborted
 
 RELEASE, RESUME = "/release_memory_occupation", "/resume_memory_occupation"
 
@@ -42,6 +44,10 @@ class Turns(Rig):
     async def refused(self, path: str, body: object, reason: str) -> None:
         with pytest.raises(PeerUnreachable, match=reason):
             await self.post(path, body)
+
+    async def toggle_searches(self) -> None:
+        """Make the ranks refuse to sleep, or let them sleep again."""
+        await asyncio.to_thread(self.server.digests_of_fresh_load, Path())
 
     def nbytes(self) -> int:
         """Return the memory of the server's processes that is in use."""
@@ -76,7 +82,7 @@ async def taking_turns(folder: Path, tp: int, *flags: str, **config: Any) -> Asy
 @pytest.mark.timeout(1200)
 @pytest.mark.parametrize("tp", [1, 2])
 async def test_sglang_takes_turns_with_its_trainer(tp: int, tmp_path: Path, shown: Record) -> None:
-    async with taking_turns(tmp_path, tp) as turns:
+    async with taking_turns(tmp_path, tp, non_finite=Reaction.REFUSE) as turns:
         # The controller calls, and the round wakes everything.
         awake = turns.nbytes()
         await turns.controller.sleep_engines(mode=PauseMode.ABORT)
@@ -127,6 +133,21 @@ async def test_sglang_takes_turns_with_its_trainer(tp: int, tmp_path: Path, show
         await turns.must_wait(waiting)
         await turns.post(RESUME, {"tags": ["kv_cache"]})
         await turns.check(await waiting)
+        # A round that fails fills nothing.
+        await turns.post(RELEASE, {})
+        turns.step()
+        waiting = turns.ask()
+        await turns.must_wait(waiting)
+        weight = turns.model.lm_head.weight
+        with torch.no_grad():
+            saved, weight[0, 0] = weight[0, 0].item(), torch.nan
+            with pytest.raises(RoundAborted, match="lm_head"):
+                await turns.publish()
+            weight[0, 0] = saved
+        await turns.must_refuse("this engine has no weights")
+        await turns.must_wait(waiting)
+        await turns.publish_again()
+        await turns.check(await waiting)
     shown(
         of_setting(
             "sglang",
@@ -135,3 +156,25 @@ async def test_sglang_takes_turns_with_its_trainer(tp: int, tmp_path: Path, show
             detail="transport pull; trainer and engine take turns on the same memory",
         )
     )
+
+
+@pytest.mark.engines
+@pytest.mark.timeout(1200)
+async def test_refused_sleep_keeps_the_pause_of_a_framework(tmp_path: Path) -> None:
+    async with taking_turns(tmp_path, 1) as turns:
+        await turns.toggle_searches()
+        for mode in ("", "retract", "abort"):
+            if mode:
+                await turns.post("/pause_generation", {"mode": mode})
+            with pytest.raises(RoundAborted, match="uninitialized parameter"):
+                await turns.controller.sleep_engines(mode=PauseMode.ABORT)
+            waiting = turns.ask()
+            if mode:
+                await turns.must_wait(waiting)
+                await turns.post("/continue_generation", {})
+            assert len((await waiting).tokens) == NUM_TOKENS
+        await turns.toggle_searches()
+        await turns.controller.sleep_engines(mode=PauseMode.ABORT)
+        turns.step()
+        await turns.publish()
+        await turns.check()

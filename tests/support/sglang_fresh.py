@@ -28,14 +28,24 @@ def failing(weights: Iterable[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, 
 
 
 class LoadAfresh(msgspec.Struct, frozen=True):
-    """Report the digests of a model loaded from `checkpoint` in `folder`, as JSON."""
+    """Report the digests of a model loaded from `checkpoint` in `folder`, as JSON.
+
+    The path `.` adds a parameter without memory to the model, or removes it again. A model with such a parameter
+    cannot be searched for copies of its weights, so the rank refuses to sleep.
+    """
 
     checkpoint: str
     folder: str
 
 
 def run(model: Any, named_tensors: Sequence[tuple[str, torch.Tensor]]) -> None:
-    """Report digests of a fresh load; SGLang calls it in the main loop of every rank."""
+    """Carry out the order `LoadAfresh`; SGLang calls it in the main loop of every rank."""
+    order = msgspec.json.decode(named_tensors[0][0], type=LoadAfresh)
+    if Path(order.checkpoint) == Path():
+        if model._parameters.pop("without_memory", None) is None:
+            model.without_memory = torch.nn.UninitializedParameter()
+        carry_out(order.folder, own_rank(), lambda _: b"{}")
+        return
     if FAILS and "load_weights" not in vars(model):
         load = model.load_weights
         model.load_weights = lambda weights: load(failing(weights))
@@ -46,7 +56,6 @@ def run(model: Any, named_tensors: Sequence[tuple[str, torch.Tensor]]) -> None:
     from sglang.srt.runtime_context import get_server_args
 
     sglang_cpu_gaps.install()
-    order = msgspec.json.decode(named_tensors[0][0], type=LoadAfresh)
     config = ModelConfig.from_server_args(get_server_args(), model_path=order.checkpoint)
     fresh = get_model(
         model_config=config, load_config=LoadConfig(), device_config=DeviceConfig("cpu", 0)

@@ -231,7 +231,7 @@ def _carry_out_step(model: torch.nn.Module, order: Step, rank: int, secrets: Sec
     def api() -> SglangApi:
         server, sleep = secrets.server(settings.url), None
         if is_enabled():
-            sleep = ServerSleep(server, this_rank.engine_rank.sleep, this_rank.engine_rank.gate)
+            sleep = ServerSleep(server, this_rank.engine_rank.sleep)
             this_rank.engine_rank.sleep.ask = sleep.fall_asleep
         return SglangApi(
             server,

@@ -21,6 +21,7 @@ A refusal is the field `rid` of SGLang's answer, which is empty otherwise (`repo
 from __future__ import annotations
 
 import functools
+import logging
 from collections.abc import Awaitable, Callable, Collection, Mapping
 from typing import Any, final
 
@@ -32,10 +33,11 @@ from windlass.engines.capture.memory import Holding, Walked, prints_of
 from windlass.engines.capture.sleeping import free_nbytes, shortage_of, unfilled
 from windlass.engines.engine_rank import EngineRank
 from windlass.engines.http import EngineHttp
-from windlass.engines.quiesce_gate import QuiesceGate
+from windlass.engines.rank_reports import reason_of
 from windlass.engines.rank_sleep import RankSleep
-from windlass.errors import ConfigError, TransferFailed, WindlassError
+from windlass.errors import ConfigError, TransferFailed
 
+_log = logging.getLogger(__name__)
 Obey = Callable[[str, str], None]
 """Function that carries out an order in JSON. Its second argument is the reason why the rank must refuse; empty for none."""
 WEIGHTS = RankSleep.WEIGHTS
@@ -47,6 +49,8 @@ _ORDER_TAG = "windlass_order="
 """Beginning of a tag with an order that each rank carries out when it has mapped the other tags of the request."""
 _GO_ON_TAG = "windlass_go_on"
 """Tag of a request after which the scheduler runs, as soon as it may."""
+_ABORT_TAG = "windlass_abort"
+"""Tag of a request to free memory for which the server first ends all running requests."""
 
 
 def is_enabled() -> bool:
@@ -213,8 +217,10 @@ class RankSaver:
             try:
                 # `look` searches for copies of weights by their values, so it must run before the values are lost.
                 self._rank.captured.look()
-            except WindlassError as error:
-                return str(error)
+            # The search reads the engine's own objects. An exception would end SGLang's loop, and the server with it.
+            except Exception as error:  # noqa: BLE001
+                _log.warning("cannot look for values that are computed from weights", exc_info=True)
+                return reason_of(error)
         return ""
 
     def _before_loss(self) -> None:
@@ -334,17 +340,25 @@ def install(
 def report_refusals(mixin: Any) -> None:
     """Patch the methods with which SGLang's tokenizer manager handles requests to sleep and to wake.
 
-    A patched method raises ConfigError with the reason if a rank refuses. After a request that makes the scheduler run, the
-    method ends the manager's own pause, so that waiting requests reach the scheduler. `mixin` is SGLang's class
-    `TokenizerControlMixin`.
+    A patched method raises ConfigError with the reason if a rank refuses. A request with `_ABORT_TAG` first pauses the
+    manager in the mode `abort`. If a rank then refuses, the pause ends, unless the manager was paused before the request: a
+    framework, or an update that has left weights of two versions, may have paused it. After a request that makes the
+    scheduler run, the method ends the manager's own pause, so that waiting requests reach the scheduler. `mixin` is SGLang's
+    class `TokenizerControlMixin`.
     """
+    from sglang.srt.managers.io_struct import ContinueGenerationReqInput, PauseGenerationReqInput
 
     def asking(name: str) -> Callable[..., Awaitable[None]]:
         async def ask(manager: Any, request: Any, received: object = None) -> None:  # noqa: ARG001
-            goes_on = _GO_ON_TAG in (request.tags or ())
+            tags, was_paused = request.tags or (), manager.is_pause
+            goes_on, aborts = _GO_ON_TAG in tags, _ABORT_TAG in tags
             manager.auto_create_handle_loop()
+            if aborts:
+                await manager.pause_generation(PauseGenerationReqInput(mode="abort"))
             answers = await getattr(manager, f"{name}_communicator")(request)
             if refusals := [answer.rid for answer in answers if answer.rid]:
+                if aborts and not was_paused:
+                    await manager.continue_generation(ContinueGenerationReqInput())
                 raise ConfigError(f"{name}: {refusals[0]}")
             if goes_on:
                 async with manager.is_pause_cond:
@@ -364,11 +378,10 @@ class ServerSleep:
     Args:
         server: the server.
         state: state of rank 0. Between two requests, the states of all ranks are equal.
-        gate: gate of rank 0.
     """
 
-    def __init__(self, server: EngineHttp, state: RankSleep, gate: QuiesceGate) -> None:
-        self._server, self._state, self._gate = server, state, gate
+    def __init__(self, server: EngineHttp, state: RankSleep) -> None:
+        self._server, self._state = server, state
         # Whether a round woke the weights. If the training framework woke them, the framework also wakes the caches.
         self._woke = False
 
@@ -387,25 +400,16 @@ class ServerSleep:
 
         Raises:
             ConfigError: `mode` keeps the KV cache.
-            PeerUnreachable, PeerTimeout: the server did not pause, or a rank refused. If this call paused
-                generation, it has then resumed generation, except during a pause of an update.
+            PeerUnreachable, PeerTimeout: the server did not pause, or a rank refused. Generation then runs or is paused as
+                before this call.
         """
         if mode is PauseMode.IN_PLACE:
             raise ConfigError(
                 "SGLang: sleep: mode must be abort or retract, because the KV cache is freed"
             )
         # In mode `retract`, the ranks themselves return running requests to the queue.
-        must_pause = mode is PauseMode.ABORT and not self._state.is_at_rest
-        # The pause of an update ends with an update, because the weights may be of two versions.
-        must_resume = must_pause and not self._gate.is_asked
-        try:
-            if must_pause:
-                self._server.post("/pause_generation", {"mode": str(mode)}, deadline_s)
-            self._server.post(RELEASE, {}, deadline_s)
-        except WindlassError:
-            if must_resume:
-                self._server.post("/continue_generation", {}, deadline_s)
-            raise
+        aborts = mode is PauseMode.ABORT and not self._state.is_at_rest
+        self._server.post(RELEASE, {"tags": [*_ORDER, _ABORT_TAG]} if aborts else {}, deadline_s)
 
     def come_to_rest(self, order: str, deadline_s: float | None) -> None:
         """Pause a server that sleeps: order all ranks to map sleeping weights and to carry out `order`.
