@@ -58,7 +58,7 @@ class Api:
     may_resume: threading.Event = field(default_factory=threading.Event)
     asked: threading.Event = field(default_factory=threading.Event)
     may_quiesce: threading.Event = field(default_factory=threading.Event)
-    fails: str = ""
+    refuses_resume: str = ""
 
     def __post_init__(self) -> None:
         self.may_resume.set()
@@ -78,8 +78,8 @@ class Api:
 
     def resume(self, deadline_s: float) -> None:
         assert self.may_resume.wait(deadline_s)
-        if self.fails:
-            raise PeerUnreachable(self.fails)
+        if self.refuses_resume:
+            raise PeerUnreachable(self.refuses_resume)
 
     def set_version(self, version: int, deadline_s: float) -> None:
         self.versions.append(version)
@@ -370,12 +370,12 @@ async def test_server_says_why_it_waits_while_it_cannot_resume(
     monkeypatch.setattr(tempfile, "tempdir", str(rank.checkpoint))
     async with windlass.Controller(token=TOKEN, config=IN_PLACE) as controller:
         await asyncio.to_thread(rank.join, controller.url)
-        rank.api.fails = "no answer"
+        rank.api.refuses_resume = "no answer"
         await asyncio.to_thread(publish, weights(1), controller.url, 1)
         held = await asyncio.to_thread(wait_until_held)
         assert held.cause is HoldCause.NOT_RESUMED
         assert "did not resume" in held.reason
-        rank.api.fails = ""
+        rank.api.refuses_resume = ""
         # The controller repeats the command.
         await asyncio.to_thread(wait_until, lambda: held_for(PORT) is None)
     leave(rank)
