@@ -9,10 +9,10 @@ from contextlib import contextmanager
 import pytest
 import torch
 
-from windlass.config import PauseMode, UpdateMode
+from windlass.config import PauseMode, PushBackend
 from windlass.control.engine_agent import EngineAgent, Sleeper
 from windlass.control.engine_state import HoldCause
-from windlass.control.messages import Abort, Pause, Publish
+from windlass.control.messages import Abort, BeginDriven, Pause, Publish
 from windlass.engines.capture.description import Captured
 from windlass.engines.capture.memory import Watched
 from windlass.engines.capture.mirrors import Later
@@ -115,7 +115,7 @@ def test_rank_whose_peer_may_have_applied_a_version_stays_paused(num_ranks: int)
         ),
         loop(gate) as held,
     ):
-        agent._mode = UpdateMode.STAGED
+        agent.handle(BeginDriven(PushBackend()), epoch=1, round_number=1)
         agent.handle(Pause(PauseMode.IN_PLACE, SECONDS), epoch=1, round_number=1)
         agent.on_disconnect()
         held.join(SECONDS if num_ranks == 1 else 0.3)
@@ -125,7 +125,7 @@ def test_rank_whose_peer_may_have_applied_a_version_stays_paused(num_ranks: int)
 
 def test_rank_resumes_if_the_controller_ends_the_round_before_any_rank_applies() -> None:
     with engine(serves_own_weights=True, num_ranks=2) as (agent, gate), loop(gate) as held:
-        agent._mode = UpdateMode.STAGED
+        agent.handle(BeginDriven(PushBackend()), epoch=1, round_number=1)
         agent.handle(Pause(PauseMode.IN_PLACE, SECONDS), epoch=1, round_number=1)
         assert held.is_alive()
         agent.handle(Abort("", mixed_weights=False), epoch=1, round_number=1)

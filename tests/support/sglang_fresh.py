@@ -42,7 +42,9 @@ def run(model: Any, named_tensors: Sequence[tuple[str, torch.Tensor]]) -> None:
     """Carry out the order `LoadAfresh`; SGLang calls it in the main loop of every rank."""
     order = msgspec.json.decode(named_tensors[0][0], type=LoadAfresh)
     if Path(order.checkpoint) == Path():
-        if model._parameters.pop("without_memory", None) is None:
+        if hasattr(model, "without_memory"):
+            del model.without_memory
+        else:
             model.without_memory = torch.nn.UninitializedParameter()
         carry_out(order.folder, own_rank(), lambda _: b"{}")
         return
