@@ -32,7 +32,7 @@ from windlass.rollout import (
     Workflow,
     WorkflowContext,
 )
-from windlass.rollout.chat.conversations import Conversations
+from windlass.rollout.chat.conversations import WITHOUT_END, Conversations
 from windlass.rollout.chat.messages import NO_TOOLS, Message, Template, ToolCall
 from windlass.rollout.chat.requests import ChatRequest, Policy, chat_call
 from windlass.rollout.chat.tool_calls import PARSERS
@@ -327,9 +327,9 @@ async def test_text_that_continues_a_completion_keeps_its_ids(folder: Path) -> N
     text = ModelText(str(folder))
     conversations = Conversations(text)
     first = await conversations.text_prompt("ab")
-    conversations.text_answered("ab tail", first, (400, 401))
+    conversations.text_answered("ab tail", first, (260, 261))
     second = await conversations.text_prompt("ab tail and more")
-    assert second.ids == (*text.encode("ab"), 400, 401, *text.encode(" and more"))
+    assert second.ids == (*text.encode("ab"), 260, 261, *text.encode(" and more"))
     assert (await conversations.text_prompt("other")).branch != ""
 
 
@@ -356,9 +356,9 @@ async def test_a_text_prompt_begins_once_with_the_special_tokens_of_its_model(
     conversations = Conversations(text)
     prompt = await conversations.text_prompt("ab")
     assert prompt.ids == (first, *plain)
-    conversations.text_answered("ab tail", prompt, (400, 401))
+    conversations.text_answered("ab tail", prompt, (260, 261))
     continued = await conversations.text_prompt("ab tail and more")
-    assert continued.ids == (first, *plain, 400, 401, *text.encode(" and more"))
+    assert continued.ids == (first, *plain, 260, 261, *text.encode(" and more"))
     # A client may write the special tokens itself, or ask for none.
     assert (await conversations.text_prompt("<|im_start|>ab")).ids == (first, *plain)
     without = await conversations.text_prompt("ab", add_special_tokens=False)
@@ -382,6 +382,34 @@ async def test_a_completion_has_the_prompt_of_a_submitted_text(
         (alone,) = await rig.controller.wait([submitted], deadline_s=WITHIN_S)
     first, second, third = (turn.prompt_ids for turn in rollout.turns)
     assert first == third == alone.prompt_ids == (beginning[1], *second)
+
+
+async def test_a_text_prompt_has_the_end_token_of_an_answer_once_or_not(
+    rig: Rig, tokenizer: Any
+) -> None:
+    first = "<|im_start|>user\nx<|im_end|>\n<|im_start|>assistant\n<|say|>"
+    answered = first + "".join(ANSWER)
+    # Agents that render the chat template themselves write the end token after an answer. Others leave it out.
+    rendered = (
+        answered + "<|im_end|>\n<|im_start|>user\ny<|im_end|>\n<|im_start|>assistant\n<|say|>"
+    )
+    plain = answered + "<|say|>"
+
+    async def agent(context: WorkflowContext) -> Any:
+        async with context.chat_endpoint() as session:
+            for prompt in (first, rendered, plain):
+                await rig.client(session).ask("/completions", {"prompt": prompt})
+        return session.result()
+
+    rollout = await rig.run(agent)
+    prompts = [turn.prompt_ids for turn in rollout.turns]
+    assert [tokenizer.decode(prompt) for prompt in prompts] == [first, rendered, plain]
+    output = rollout.turns[0].output.output_ids
+    assert prompts[1][: len(prompts[0] + output)] == prompts[0] + output
+    assert prompts[2][: len(prompts[0] + output) - 1] == prompts[0] + output[:-1]
+    assert isinstance(rollout.value, dict)
+    (branch,) = rollout.value["branches"]
+    assert (branch["turn"], branch["reason"]) == (2, WITHOUT_END)
 
 
 async def test_a_text_prompt_never_continues_an_answer_without_text(folder: Path) -> None:

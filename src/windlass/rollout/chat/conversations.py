@@ -21,7 +21,10 @@ MAX_END_TOKENS = 16
 REWRITES = "the chat template renders earlier messages differently if the new messages follow"
 OTHER_HISTORY = "the messages do not continue an earlier answer of this session"
 OTHER_TEXT = "the prompt does not continue an earlier answer of this session"
-"""Like `REWRITES` and `OTHER_HISTORY`, a reason in `Prompt.branch`: this one is for a prompt of text."""
+WITHOUT_END = (
+    "the prompt continues an earlier answer without the end token that the engine generated"
+)
+"""Like `REWRITES` and `OTHER_HISTORY`, reasons in `Prompt.branch`: these two are for a prompt of text."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,7 +77,8 @@ class Conversations:
         self._ends: tuple[str, str] | None = None
         self._answered: dict[bytes, tuple[_Answered, ...]] = {}
         """Fingerprint of a conversation -> its answers with different reasoning, the newest first."""
-        self._texts: list[tuple[str, tuple[int, ...]]] = []
+        self._texts: list[tuple[str, tuple[int, ...], tuple[int, ...]]] = []
+        """Text, prompt ids and output ids of each answer to a text prompt."""
 
     async def prompt(self, messages: Sequence[Message], template: Template) -> Prompt:
         """Return the prompt of a conversation.
@@ -104,22 +108,44 @@ class Conversations:
         """Return the prompt of a text.
 
         If the text begins with an earlier prompt and its answer, reuse their token ids, and encode only the rest. If several
-        earlier prompts match, use the longest.
+        earlier prompts match, use the longest. The answer may end with a special token, such as an end token. The prompt
+        has this token only if the agent has written it after the answer.
 
         Args:
             text: text to encode.
             add_special_tokens: whether a new prompt gets the tokens that the model expects around a text, like a submitted
                 text. If the text begins with the first of these tokens, this token is not added again.
         """
-        found = [known for known in self._texts if text.startswith(known[0])]
-        begin, ids = max(found, key=lambda known: len(known[0]), default=("", ()))
-        encode = self._encode_whole if add_special_tokens and not found else self._text.encode
-        rest = await asyncio.to_thread(encode, text[len(begin) :])
-        return Prompt(ids + rest, branch=OTHER_TEXT if self._texts and not found else "")
+        return await asyncio.to_thread(self._text_prompt, text, add_special_tokens)
 
     def text_answered(self, text: str, prompt: Prompt, output_ids: tuple[int, ...]) -> None:
         """Record an answer to a text prompt; `text` is prompt and answer."""
-        self._texts.append((text, prompt.ids + output_ids))
+        self._texts.append((text, prompt.ids, output_ids))
+
+    def _text_prompt(self, text: str, add_special_tokens: bool) -> Prompt:
+        """Compute the result of `text_prompt`."""
+        texts = list(self._texts)
+        found = [known for known in texts if text.startswith(known[0])]
+        if not found:
+            encode = self._encode_whole if add_special_tokens else self._text.encode
+            return Prompt(encode(text), branch=OTHER_TEXT if texts else "")
+        begin, ids, output = max(found, key=lambda known: len(known[0]))
+        after = self._text.encode(text[len(begin) :])
+        num_visible = self._num_visible(output)
+        end = output[num_visible:]
+        if after[: len(end)] == end:
+            return Prompt(ids + output + after[len(end) :])
+        return Prompt(ids + output[:num_visible] + after, branch=WITHOUT_END)
+
+    def _num_visible(self, ids: tuple[int, ...]) -> int:
+        """Return the number of token ids without those at the end that add no text."""
+        whole, number = self._text.decode(ids), len(ids)
+        while number and not self._text.decode(ids[number - 1 : number]):
+            # The text of a token may depend on the tokens before it.
+            if self._text.decode(ids[: number - 1]) != whole:
+                break
+            number -= 1
+        return number
 
     def _encode_whole(self, text: str) -> tuple[int, ...]:
         """Return the token ids of a text with special tokens, see `text_prompt`."""
