@@ -1057,8 +1057,7 @@ class Job:
             await self._recipe.after_step(step, result)
         every = self._config.evaluation.every
         if every and self._steps % every == 0:
-            with self._without_room():
-                await self._evaluate()
+            await self._evaluate()
 
     def _seeds_of(self, group_ids: Iterable[int]) -> dict[str, int | None]:
         """Return rollout id -> seed, for all rollouts of these open groups."""
@@ -1081,11 +1080,12 @@ class Job:
         The next step begins only afterwards, so engines do not change their version during the evaluation. If a checkpoint
         has the evaluated weights, note in its record that a job that continues need not evaluate them again.
         """
-        with self._waiting_for(self._describe_update):
+        with self._without_room(), self._waiting_for(self._describe_update):
             deadline_s = self._config.trainer.publish_deadline_s
             await self._trainers.finish_update(deadline_s=deadline_s)
         version = self.version
-        with self._waiting_for(lambda: f"the evaluation of version {version}"):
+        waiting = self._waiting_for(lambda: f"the evaluation of version {version}")
+        with self._without_room(), waiting:
             found = await evaluate(
                 self.controller, self._recipe, self._config, version, self._scorer
             )
