@@ -213,6 +213,36 @@ async def test_turns_that_a_workflow_adds_may_have_arrays(tmp_path: Path) -> Non
         assert controller.stats().lost == 0
 
 
+async def exits(context: WorkflowContext) -> object:
+    """Call tools in tasks; one tool ends as a program of `argparse` or `click` ends."""
+
+    async def tool(name: str) -> str:
+        await asyncio.sleep(0.01)
+        if name == "exit":
+            sys.exit(2)
+        return name
+
+    names = ("a", str(context.arguments))
+    if context.arguments == "exit":
+        await asyncio.gather(*map(tool, names))
+    elif context.arguments == "group":
+        async with asyncio.TaskGroup() as group:
+            group.create_task(tool("exit"))
+    return [await task for task in [asyncio.create_task(tool(name)) for name in names]]
+
+
+async def test_a_task_of_a_workflow_that_exits_ends_no_process(rig: Rig) -> None:
+    await rig.start()
+    rig.controller.run_here({"exits": exits})
+    for how in ("exit", "group"):
+        failing = rig.controller.submit_workflow("exits", how, SAMPLING)
+        with pytest.raises(RolloutError, match=r"the workflow raised SystemExit: 2"):
+            await rig.controller.wait([failing], deadline_s=30)
+    fine = rig.controller.submit_workflow("exits", "b", SAMPLING)
+    (rollout,) = await rig.controller.wait([fine], deadline_s=30)
+    assert rollout.value == ["a", "b"]
+
+
 async def in_task_group(context: WorkflowContext) -> None:
     async def reject() -> None:
         raise Reject("no tool was called")

@@ -25,6 +25,7 @@ from windlass.rollout.chat.messages import Message as ChatMessage
 from windlass.rollout.chat.messages import Template
 from windlass.rollout.chat.server import ChatServer
 from windlass.rollout.chat.session import Branch, ChatSession
+from windlass.rollout.contained import ENDS_LOOP, contain_tasks, contained
 from windlass.rollout.generate import AttemptError, AttemptResult, Watch, generate
 from windlass.rollout.messages import (
     ErrorKind,
@@ -476,16 +477,18 @@ class Attempts:
                 raised CancelledError although the attempt was not cancelled.
             Exception: any other exception of the workflow.
         """
+        contain_tasks()
         try:
             return await workflow(context)
-        except (SystemExit, KeyboardInterrupt) as error:
-            raised = f"{type(error).__name__}: {text_of(error)}"
-        except asyncio.CancelledError:
+        except ENDS_LOOP as error:
+            raise contained(error) from error
+        except asyncio.CancelledError as error:
             task = asyncio.current_task()
             if task is None or task.cancelling():
                 raise
-            raised = "CancelledError, although the attempt was not cancelled"
-        raise RolloutError(f"the workflow raised {raised}")
+            raise RolloutError(
+                "the workflow raised CancelledError, although the attempt was not cancelled"
+            ) from error
 
     def _ended(self, task: RolloutTask, job: asyncio.Task[AttemptResult]) -> None:
         """Report the outcome of an attempt whose asyncio task has ended."""
