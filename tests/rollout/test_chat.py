@@ -429,6 +429,47 @@ async def test_a_text_prompt_never_continues_an_answer_without_text(folder: Path
     assert [turn.prompt_ids for turn in rollout.turns] == [(64, 65)] * 2
 
 
+async def test_a_list_with_one_prompt_is_this_prompt(rig: Rig) -> None:
+    prompts: tuple[object, ...] = ("ab", ["ab"], [64, 65], [[64, 65]])
+    refused: tuple[object, ...] = (["a", "b"], [[64], [65]], [64, "b"], [[]], [""], [])
+
+    async def agent(context: WorkflowContext) -> None:
+        async with context.chat_endpoint() as session:
+            client = rig.client(session)
+            for prompt in prompts:
+                await client.ask("/completions", {"prompt": prompt, "max_tokens": 2})
+            for prompt in refused:
+                await client.ask("/completions", {"prompt": prompt}, 400)
+
+    rollout = await rig.run(agent)
+    assert [turn.prompt_ids for turn in rollout.turns] == [(64, 65)] * len(prompts)
+
+
+async def test_an_agent_without_parallel_calls_gets_the_first_call(tmp_path: Path) -> None:
+    more = ("<tool_call>{", '"name": "ad', 'd", "arguments', '": {}}', "</tool_call>.")
+    folder = write_agent_checkpoint(tmp_path, call=(*CALL, *more))
+    async with AsyncExitStack() as stack:
+        engine, _ = stack.enter_context(serving(folder))
+        rig = Rig(stack, engine, folder)
+
+        async def agent(context: WorkflowContext) -> list[int]:
+            async with context.chat_endpoint() as session:
+                client, tool = rig.client(session), {"type": "function", **TOOL["function"]}
+                messages = await tool_loop(client, [QUESTION], parallel_tool_calls=False)
+                both = await client.chat([QUESTION])
+                body = {"input": "x", "tools": [tool], "parallel_tool_calls": False}
+                response = await client.ask("/responses", body)
+                assert response["parallel_tool_calls"] is False
+                output = [item for item in response["output"] if item["type"] == "function_call"]
+            return [len(messages[1]["tool_calls"]), len(both["tool_calls"]), len(output)]
+
+        rollout = await rig.run(agent)
+    assert rollout.value == [1, 2, 1]
+    first, second, *_ = rollout.turns
+    whole = first.prompt_ids + first.output.output_ids
+    assert second.prompt_ids[: len(whole)] == whole
+
+
 async def test_a_generation_that_an_update_aborts_continues_with_both_versions(
     folder: Path,
 ) -> None:

@@ -99,10 +99,12 @@ class Client:
         return message
 
 
-async def tool_loop(client: Client, messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
+async def tool_loop(
+    client: Client, messages: list[dict[str, Any]], **more: Any
+) -> list[dict[str, Any]]:
     """Ask until the model calls no tool; return all messages."""
     while True:
-        message = await client.chat(messages)
+        message = await client.chat(messages, **more)
         messages = [*messages, message]
         if not message.get("tool_calls"):
             return messages

@@ -296,7 +296,6 @@ class ResponseReply:
             "status": status,
             "model": self.model,
             "error": None,
-            "parallel_tool_calls": True,
             **self.echoed,
         }
 

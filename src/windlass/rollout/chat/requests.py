@@ -132,6 +132,8 @@ class CommonRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     presence_penalty: float | None = None
     frequency_penalty: float | None = None
     logit_bias: dict[int, float] | None = None
+    parallel_tool_calls: bool | None = None
+    top_logprobs: int | None = None
     # Accepted, and of no effect on the answer.
     user: str | None = None
     metadata: dict[str, Any] | None = None
@@ -140,8 +142,6 @@ class CommonRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     safety_identifier: str | None = None
     prompt_cache_key: str | None = None
     prompt_cache_retention: str | None = None
-    parallel_tool_calls: bool | None = None
-    top_logprobs: int | None = None
 
 
 class ChatRequest(CommonRequest, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -165,9 +165,9 @@ class ChatRequest(CommonRequest, frozen=True, kw_only=True, forbid_unknown_field
 
 
 class CompletionRequest(CommonRequest, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Body of `POST /v1/completions`. The prompt is one text, or the token ids of one prompt."""
+    """Body of `POST /v1/completions`. The prompt is one text, the token ids of one prompt, or a list with one prompt."""
 
-    prompt: str | list[int]
+    prompt: str | list[int | str | list[int]]
     max_tokens: int | None = None
     stop: str | list[str] | None = None
     n: int | None = None
@@ -231,6 +231,7 @@ class Call:
         add_special_tokens: whether a text prompt gets the tokens that the model expects around a text.
         template: tools and other arguments of the chat template.
         parses_tools: whether calls in the answer are parsed.
+        parallel_calls: whether the reply may contain more than the first call.
         sampling: sampling parameters of the engine's calls.
         num_choices: number of answers.
         forced: whether the answer must be one tool call as JSON.
@@ -246,6 +247,7 @@ class Call:
     add_special_tokens: bool = True
     template: Template = NO_TOOLS
     parses_tools: bool = False
+    parallel_calls: bool = True
     num_choices: int = 1
     forced: bool = False
     logprobs: bool = False
@@ -336,6 +338,7 @@ def chat_call(request: ChatRequest, policy: Policy) -> Call:
             sampling,
             template=Template(tools, arguments),
             parses_tools=bool(tools) and request.tool_choice != "none",
+            parallel_calls=request.parallel_tool_calls is not False,
             num_choices=1 if request.n is None else request.n,
             forced=call_schema is not None,
             logprobs=bool(request.logprobs),
@@ -346,19 +349,30 @@ def chat_call(request: ChatRequest, policy: Policy) -> Call:
 
 def completion_call(request: CompletionRequest, policy: Policy) -> Call:
     """Convert a completion request to a `Call`; raise `ConfigError` if the endpoint cannot answer it."""
-    prompt = request.prompt if isinstance(request.prompt, str) else tuple(request.prompt)
     sampling = policy.of(request, max_tokens=request.max_tokens, stop=request.stop)
     return _checked(
         Call(
             (),
             sampling,
-            prompt=prompt,
+            prompt=_prompt_of(request.prompt),
             add_special_tokens=request.add_special_tokens is not False,
             num_choices=1 if request.n is None else request.n,
             logprobs=request.logprobs is not None,
             num_top=_in_range("logprobs", request.logprobs or 0),
         )
     )
+
+
+def _prompt_of(prompt: str | Sequence[int | str | list[int]]) -> str | tuple[int, ...]:
+    """Return the text or the token ids of a prompt. Raise `ConfigError` if `prompt` has several prompts."""
+    if isinstance(prompt, str):
+        return prompt
+    if len(prompt) == 1 and isinstance(only := prompt[0], str | list):
+        return only if isinstance(only, str) else tuple(only)
+    ids = tuple(each for each in prompt if isinstance(each, int))
+    if len(ids) < len(prompt):
+        raise ConfigError(f"prompt: must be one prompt, got {len(prompt)}; send a request for each")
+    return ids
 
 
 def response_call(request: ResponseRequest, policy: Policy, previous: Sequence[Message]) -> Call:
@@ -396,6 +410,7 @@ def response_call(request: ResponseRequest, policy: Policy, previous: Sequence[M
             sampling,
             template=Template(tuple(tools)),
             parses_tools=bool(tools) and request.tool_choice != "none",
+            parallel_calls=request.parallel_tool_calls is not False,
             forced=call_schema is not None,
             logprobs=logprobs,
             num_top=_num_top(request, logprobs=logprobs),

@@ -613,4 +613,5 @@ def _echoed(request: ResponseRequest, call: Call) -> dict[str, object]:
         "temperature": call.sampling.temperature,
         "top_p": call.sampling.top_p,
         "metadata": request.metadata or {},
+        "parallel_tool_calls": call.parallel_calls,
     }

@@ -503,6 +503,8 @@ class ChatSession:
             content, calls = parse_hermes(f"<tool_call>{content}</tool_call>")
         elif call.parses_tools:
             content, calls = self._parser(content)
+        if not call.parallel_calls:
+            del calls[1:]
         message = Message("assistant", content.strip(), reasoning, tuple(calls))
         if calls and finish == "stop":
             finish = "tool_calls"
