@@ -17,7 +17,16 @@ import msgspec
 import pytest
 import torch
 import torch.distributed as dist
-from mesh_rank import LENGTH, Decoder, batch, mean_loss, optimizer, schedule
+from mesh_rank import (
+    LENGTH,
+    Decoder,
+    batch,
+    groups_of,
+    mean_loss,
+    module_of,
+    optimizer,
+    schedule,
+)
 
 from windlass.backends.collective_group import Rendezvous
 from windlass.errors import ConfigError
@@ -45,6 +54,10 @@ WAYS: list[dict[str, Any]] = [
     {"name": "bfloat16", "groups": 4, "bfloat16": True},
     {"name": "before", "groups": 4, "sizes": {"tp": 2}, "schedule": True, "save": "at", "steps": [0]},
     {"name": "after", "groups": 4, "schedule": True, "load": "at", "steps": [1, 2, 3]},
+    # Each rank, or each micro-batch, uses another expert.
+    {"name": "sparse", "groups": 4, "sparse": True, "save": "sparse"},
+    {"name": "sparse_micro", "groups": 8, "sparse": True, "sizes": {"dp_replicate": 2}, "num_groups": 1},
+    {"name": "sparse_after", "groups": 4, "sparse": True, "load": "sparse", "steps": [3]},
 ]  # fmt: skip
 for way in WAYS:
     way |= {"max_grad_norm": NORM, "steps": way.get("steps", [0, 1, 2])}
@@ -75,12 +88,12 @@ def trained(
 ) -> tuple[dict[str, torch.Tensor], list[dict[str, float]]]:
     """Train in one process on the mean over all samples, with gradients added over the shares of data-parallel ranks."""
     torch.manual_seed(7)
-    model = Decoder()
+    model = module_of(way)
     stepper = optimizer(model)
     rates = schedule(stepper)
     metrics = []
     for step in steps:
-        groups = batch(step, way["groups"])
+        groups = groups_of(way, step)
         whole: dict[str, torch.Tensor] = {}
         last = 0.0
         for index in range(size):
@@ -92,10 +105,11 @@ def trained(
             loss.backward()  # type: ignore[no-untyped-call]
             last += float(loss.detach())
             for name, parameter in replica.named_parameters():
-                assert parameter.grad is not None
-                whole[name] = whole.get(name, 0) + parameter.grad.float()
+                assert parameter.grad is not None or way.get("sparse")
+                if parameter.grad is not None:
+                    whole[name] = whole.get(name, 0) + parameter.grad.float()
         for name, parameter in model.named_parameters():
-            parameter.grad = whole[name].clone()
+            parameter.grad = whole[name].clone() if name in whole else None
         norm = torch.nn.utils.clip_grad_norm_(model.parameters(), NORM)
         assert norm > NORM
         metrics.append({"loss": last, "grad_norm": float(norm)})
@@ -124,6 +138,8 @@ def distance(ours: dict[str, torch.Tensor], theirs: dict[str, torch.Tensor]) -> 
         ("shares", (0, 1, 2, 3)),
         ("bfloat16", (0, 1, 2, 3)),
         ("after", (0, 1, 2, 3)),
+        ("sparse", (0, 1, 2, 3)),
+        ("sparse_micro", (0, 1, 2, 3)),
     ],
 )
 def test_three_steps_on_a_mesh_equal_three_steps_in_one_process(
@@ -151,6 +167,18 @@ def test_three_steps_on_a_mesh_equal_three_steps_in_one_process(
         for mine, expected in zip(rank["metrics"], metrics, strict=True):
             assert mine["grad_norm"] == pytest.approx(expected["grad_norm"], rel=1e-3)
             assert mine["loss"] == pytest.approx(expected["loss"], rel=1e-2)
+
+
+def test_parameters_without_a_gradient_have_no_place_in_a_checkpoint(
+    found: dict[str, list[dict[str, Any]]],
+) -> None:
+    (way,) = (way for way in WAYS if way["name"] == "sparse_after")
+    weights, _ = trained(way, 4, [0, 1, 2, 3])
+    initial, _ = trained(way, 4, [])
+    ours = found["sparse_after"][0]["weights"]
+    assert distance(ours, weights) < 2e-6
+    for name in ("unused.weight", "tower.weight"):
+        assert torch.equal(ours[name], initial[name])
 
 
 def check_resumed(

@@ -9,9 +9,11 @@ import importlib
 import json
 import os
 import sys
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -83,6 +85,34 @@ class Decoder(nn.Module):
         return found
 
 
+class Sparse(nn.Module):
+    """Decoder whose experts each get the samples of one kind; the others and two more layers get no gradient.
+
+    The layer `tower` is a unit of its own.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(VOCABULARY, WIDTH)
+        self.experts = nn.ModuleList(nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(4))
+        self.unused, self.tower = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.layers = nn.ModuleList([self.tower])
+        self.head = nn.Linear(WIDTH, VOCABULARY, bias=False)
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        x = self.embedding(tokens)
+        kinds = tokens[:, 0] % len(self.experts)
+        for kind in {*kinds.tolist()}:
+            x = x + self.experts[kind](x) * (kinds == kind)[:, None, None]
+        found: torch.Tensor = self.head(x).float()
+        return found
+
+
+def module_of(way: dict[str, Any]) -> nn.Module:
+    """Return the module that the ranks train in this way."""
+    return Sparse() if way.get("sparse") else Decoder()
+
+
 PLAN = {
     **{f"layers.*.{name}": ColwiseParallel() for name in ("q", "k", "v", "up", "gate")},
     **{f"layers.*.{name}": RowwiseParallel() for name in ("o", "down")},
@@ -117,6 +147,17 @@ def batch(step: int, num_groups: int) -> list[list[TrainingSample]]:
     return found
 
 
+def groups_of(way: dict[str, Any], step: int) -> list[list[TrainingSample]]:
+    """Return the groups of all ranks. For `Sparse`, the samples of a group are of one kind."""
+    found = batch(step, way["groups"])
+    if not way.get("sparse"):
+        return found
+    return [
+        [msgspec.structs.replace(sample, prompt_ids=(kind,)) for sample in group]
+        for kind, group in enumerate(found)
+    ]
+
+
 def mean_loss(module: nn.Module, groups: Samples, rank: int = 0, size: int = 1) -> torch.Tensor:
     """Return the mean loss over samples, of this part of the sequence."""
     samples = [sample for group in groups for sample in group]
@@ -129,8 +170,11 @@ def mean_loss(module: nn.Module, groups: Samples, rank: int = 0, size: int = 1) 
 
 
 def optimizer(module: nn.Module) -> torch.optim.Optimizer:
+    decay = 0.1 if isinstance(module, Sparse) else 0.0
     # On GPUs, foreach is the default.
-    return torch.optim.SGD(module.parameters(), lr=0.5, momentum=0.9, foreach=True)
+    return torch.optim.SGD(
+        module.parameters(), lr=0.5, momentum=0.9, weight_decay=decay, foreach=True
+    )
 
 
 def schedule(made: torch.optim.Optimizer) -> torch.optim.lr_scheduler.LRScheduler:
@@ -148,7 +192,7 @@ def engine_of(way: dict[str, Any]) -> FsdpEngine:
         return mean_loss(module, groups, dist.get_rank(Block.context), sizes.cp)
 
     made = FsdpEngine(
-        model=Decoder,
+        model=partial(module_of, way),
         optimizer=optimizer,
         loss=loss,
         units=lambda module: list(module.get_submodule("layers").children()),
@@ -182,8 +226,7 @@ def work(rank: int, folder: Path, way: dict[str, Any], port: int) -> None:
     if way.get("load"):
         engine.load(str(folder / way["load"]))
     metrics = [
-        dict(engine.train_step(step, batch(step, way["groups"])[index::size]))
-        for step in way["steps"]
+        dict(engine.train_step(step, groups_of(way, step)[index::size])) for step in way["steps"]
     ]
     if way.get("save"):
         engine.save(str(folder / way["save"]))

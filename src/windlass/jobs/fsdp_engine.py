@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from enum import StrEnum
+from functools import partial
 from pathlib import Path
 from typing import Any, final
 
@@ -195,7 +196,8 @@ class FsdpEngine(TrainEngine):
         optimizer: function that builds the optimizer from the sharded module.
         loss: function of the module and this rank's groups; returns a scalar, or a scalar and metrics, see `LossResult`.
             The scalar must depend on the module even without samples, because all ranks must enter the collectives of the
-            backward pass. The names of the metrics must be the same on all ranks.
+            backward pass. Samples may use different parameters of a unit (experts), but all ranks must run the same units.
+            The names of the metrics must be the same on all ranks.
         prepare: function that is called once per step with all groups of this rank, and returns the groups for the loss,
             for example with advantages in their tensors. It may run collectives.
         units: function that returns the submodules to shard separately, usually decoder layers; None to shard the
@@ -274,6 +276,7 @@ class FsdpEngine(TrainEngine):
         self._replica = take_name("replica", replica, ReplicaPlace)
         self._allow_unused = allow_unused
         self._model: torch.nn.Module | None = None
+        self._used: _UsedParameters | None = None
         self._optimizer: torch.optim.Optimizer | None = None
         self._client: TrainerClient | None = None
         self._sampling: SamplingParams | None = None
@@ -323,6 +326,7 @@ class FsdpEngine(TrainEngine):
             mesh["dp_replicate", shard_axis] if "dp_replicate" in axes else mesh[shard_axis]
         )
         self.shard(model)
+        self._used = _UsedParameters(model, self._device)
         self._model, self._optimizer = model, self._build_optimizer(model)
         if self._build_lr_schedule is not None:
             self._lr_schedule = self._build_lr_schedule(self._optimizer)
@@ -355,6 +359,12 @@ class FsdpEngine(TrainEngine):
         for unit in self._units(model) if self._units is not None else ():
             fully_shard(unit, mesh=self._shard_mesh, mp_policy=self._mixed_precision)
         fully_shard(model, mesh=self._shard_mesh, mp_policy=self._mixed_precision)
+        # FSDP2 reduces the gradients of a unit as one vector. Without this setting (torch below 2.13 lacks it), the vector
+        # has no place for a parameter that this rank's samples do not use, such as an expert. Its gradient on other ranks
+        # would then be added to other parameters, without an error.
+        is_known = "set_reduce_scatter_unused_params" in vars(FSDPModule)
+        if is_known and isinstance(model, FSDPModule):
+            model.set_reduce_scatter_unused_params(True)
 
     def train_step(self, step: int, groups: Samples) -> Mapping[str, float]:
         """Take one optimizer step, and advance the learning-rate schedule; see `TrainEngine.train_step`. Collective.
@@ -391,6 +401,8 @@ class FsdpEngine(TrainEngine):
             torch.autograd.backward(loss * weight)
             for name, value in {"loss": loss, **others}.items():
                 found[name].append(value.detach().to(loss.dtype) * weight)
+        if self._used is not None:
+            self._used.drop_other_gradients()
         totals = torch.stack([torch.stack(found[name]).sum() for name in sorted(found)])
         dist.all_reduce(totals)
         # All ranks report the same values.
@@ -427,19 +439,34 @@ class FsdpEngine(TrainEngine):
 
     def load(self, path: str) -> None:
         """Load model, optimizer and schedule in place from a checkpoint of `save`. Collective."""
+        from torch.distributed.checkpoint.filesystem import FileSystemReader
         from torch.distributed.checkpoint.state_dict import set_state_dict
         from torch.distributed.checkpoint.state_dict_loader import load
 
-        state = self._state()
+        state, optimizer = self._state(), self._existing_optimizer()
+        states = state["optimizer"]["state"]
+        saved = FileSystemReader(path).read_metadata().state_dict_metadata
+        # The optimizer has no state for a parameter that never had a gradient, so the checkpoint has none either. Load
+        # the others, and leave this parameter without a state again.
+        kept = {
+            name
+            for name, values in states.items()
+            if any(f"optimizer.state.{name}.{key}" in saved for key in values)
+        }
+        unsaved = {name: states.pop(name) for name in [*states] if kept and name not in kept}
         load(state, checkpoint_id=path)
+        states |= unsaved
         if self._lr_schedule is not None:
             self._lr_schedule.load_state_dict(state["lr_schedule"])
         set_state_dict(
             self.model,
-            self._existing_optimizer(),
+            optimizer,
             model_state_dict=state["model"],
             optim_state_dict=state["optimizer"],
         )
+        for name, parameter in self.model.named_parameters():
+            if name in unsaved:
+                optimizer.state.pop(parameter)
 
     def _state(self) -> dict[str, Any]:
         """Return the sharded state of model, optimizer and schedule for a distributed checkpoint. Collective."""
@@ -464,6 +491,60 @@ class FsdpEngine(TrainEngine):
             self._client = None
         if dist.is_initialized():
             dist.destroy_process_group()
+
+
+@final
+class _UsedParameters:
+    """Parameters of a sharded module that have a gradient from autograd in a step.
+
+    FSDP2 gives all other parameters a gradient of zero, and an optimizer with weight decay would change them.
+
+    Args:
+        model: module that `fully_shard` has sharded.
+        device: device on which the process group can reduce tensors.
+    """
+
+    def __init__(self, model: torch.nn.Module, device: torch.device) -> None:
+        self._sharded = {n: p for n, p in model.named_parameters() if p.requires_grad}
+        self._device = device
+        self._used = set[str]()
+        self._watched = set[str]()
+        units = {name for name, each in model.named_modules() if isinstance(each, FSDPModule)}
+        for prefix, unit in model.named_modules():
+            if prefix in units:
+                unit.register_forward_pre_hook(partial(self._watch, f"{prefix}." if prefix else ""))
+
+    def _watch(self, prefix: str, unit: torch.nn.Module, _: object) -> None:
+        """Watch the parameters that FSDP2 has gathered for the forward pass of a unit. torch calls this before the pass."""
+        if len(self._watched) == len(self._sharded):
+            return
+        for local_name, parameter in unit.named_parameters():
+            name = prefix + local_name
+            is_new = name in self._sharded and name not in self._watched
+            if is_new and parameter is not self._sharded[name]:
+                self._watched.add(name)
+                watch: Any = parameter.register_post_accumulate_grad_hook
+                watch(partial(self._note, name))
+
+    def _note(self, name: str, _: torch.Tensor) -> None:
+        """Record that autograd has given a parameter a gradient. torch calls this in the backward pass."""
+        self._used.add(name)
+
+    def drop_other_gradients(self) -> None:
+        """Remove the gradients of parameters that no rank has used, and begin a new step. Collective over all ranks."""
+        flags = [n in self._used or _is_not_zero(p.grad) for n, p in self._sharded.items()]
+        used = torch.tensor(flags, dtype=torch.uint8, device=self._device)
+        dist.all_reduce(used, op=dist.ReduceOp.MAX)
+        for parameter, is_used in zip(self._sharded.values(), used.tolist(), strict=True):
+            if not is_used:
+                parameter.grad = None
+        self._used.clear()
+
+
+def _is_not_zero(grad: torch.Tensor | None) -> bool:
+    """Return whether this rank's part of a gradient has an element that is not zero."""
+    local = grad.to_local() if isinstance(grad, DTensor) else grad
+    return local is not None and bool(local.any())
 
 
 def _clip(parameters: Iterator[torch.nn.Parameter], max_norm: float) -> float:
