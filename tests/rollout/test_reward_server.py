@@ -102,7 +102,7 @@ async def test_reason_names_the_address_and_the_status_or_the_rule() -> None:
         return web.Response(status=422, text="no such\nfield")
 
     async def fail(_: web.Request) -> web.StreamResponse:
-        return web.Response(status=500, text="out of memory")
+        return web.Response(status=502, text="out of memory")
 
     async def hang(_: web.Request) -> web.StreamResponse:
         await asyncio.Event().wait()
@@ -129,7 +129,7 @@ async def test_reason_names_the_address_and_the_status_or_the_rule() -> None:
     assert (await failure_of(refuse))[0] == "URL: HTTP 422: no such field"
     reason, _ = await failure_of(fail, deadline_s=0.5)
     assert reason.startswith("URL: no rewards within 0.5 s, in ")
-    assert reason.endswith("newest: HTTP 500: out of memory")
+    assert reason.endswith("newest: HTTP 502: out of memory")
     reason, _ = await failure_of(hang, deadline_s=0.5)
     assert reason == "URL: no rewards within 0.5 s, in 1 requests; newest: no answer"
     assert (await failure_of(too_few))[0] == "URL: rewards must have 3 entries, got 1"
@@ -172,6 +172,41 @@ async def test_invalid_reward_costs_only_its_rollout() -> None:
     assert reasons[5] == "rollout task-5: URL: reward must be one number, got '1.5'"
     assert reasons[7] == "rollout task-7: URL: bad row"
     assert reasons[10] == "rollout task-10: URL: reward must be one number, got {}"
+
+
+@pytest.mark.parametrize("status", [400, 413, 422, 500])
+async def test_rollout_that_fails_its_request_costs_only_itself(status: int) -> None:
+    sizes: list[int] = []
+
+    async def score(request: web.Request) -> web.StreamResponse:
+        asked = (await request.json())["rollouts"]
+        sizes.append(len(asked))
+        if any(each["metadata"] == "poison" for each in asked):
+            return web.Response(status=status, text="no number in the answer")
+        return await sums(request)
+
+    async with serving(score) as url:
+        config = ServerRewards(url=url, deadline_s=5.0, max_requests=2)
+        async with RewardServer(config) as server:
+            found = await server.score(rollouts(["poison" if n == 21 else "x" for n in range(40)]))
+        assert (server.counts.scored, server.counts.failed) == (39, 1)
+    assert f"HTTP {status}: no number in the answer" in str(found[21])
+    for number, reward in enumerate(found):
+        assert number == 21 or reward == 20.0 * number + 1
+    assert sizes[0] == 40
+    assert sorted(sizes)[-2:] == [20, 40] if status != 500 else sizes.count(40) > 1
+
+
+async def test_refusal_of_every_request_is_not_repeated_for_each_rollout() -> None:
+    num_requests = 0
+
+    async def refuse(_: web.Request) -> web.StreamResponse:
+        nonlocal num_requests
+        num_requests += 1
+        return web.Response(status=403, text="wrong token")
+
+    assert (await failure_of(refuse))[0] == "URL: HTTP 403: wrong token"
+    assert num_requests == 1
 
 
 async def test_request_above_its_size_limit_is_not_sent() -> None:

@@ -27,6 +27,10 @@ MAX_ANSWER_NBYTES = 4 << 20
 """Largest size of a server's answer."""
 MAX_TEXT = 300
 """Largest number of characters of a server's text in an error."""
+REFUSALS_OF_BATCHES = frozenset({400, 413, 422})
+"""HTTP statuses after which a part of the batch may succeed."""
+MAX_FAILURES = 2
+"""Number of answers with status 500 after which a batch is divided. The server may have raised because of one rollout."""
 
 
 class ServerRewards(msgspec.Struct, frozen=True, kw_only=True, tag="server", tag_field="kind"):
@@ -41,7 +45,8 @@ class ServerRewards(msgspec.Struct, frozen=True, kw_only=True, tag="server", tag
         batch_size: largest number of rollouts in one request.
         max_requests: number of requests at a time.
         deadline_s: seconds for the rewards of one batch. Until then, a request is repeated after a connection error, after
-            an HTTP status of 5xx, and after a status of `PASSING_4XX`.
+            an HTTP status of 5xx, and after a status of `PASSING_4XX`. After repeated answers with status 500, and after a
+            status of `REFUSALS_OF_BATCHES`, both halves of the batch are sent separately.
         max_request_nbytes: largest size of a request; larger batches are split.
     """
 
@@ -59,6 +64,14 @@ class ServerRewards(msgspec.Struct, frozen=True, kw_only=True, tag="server", tag
 
 class _Answer(msgspec.Struct, frozen=True):
     rewards: tuple[object, ...]
+
+
+class _DivideError(Exception):
+    """The server failed for a batch, and may succeed for its halves until the event loop's time `ends_at`."""
+
+    def __init__(self, ends_at: float) -> None:
+        super().__init__()
+        self.ends_at = ends_at
 
 
 @final
@@ -130,9 +143,14 @@ class RewardServer:
         return [*batches, (first, len(sizes))] if sizes else []
 
     async def _score(
-        self, rollouts: Sequence[Rollout], encoded: Sequence[bytes]
+        self, rollouts: Sequence[Rollout], encoded: Sequence[bytes], ends_at: float | None = None
     ) -> list[float | RewardError]:
-        """Return the rewards of one batch. If the request fails, return the same `RewardError` for every rollout.
+        """Return the rewards of one batch. If a request fails, return the same `RewardError` for each of its rollouts.
+
+        Args:
+            rollouts: the batch.
+            encoded: each rollout as JSON.
+            ends_at: time of the event loop at which the deadline passes; None to start the deadline with the first request.
 
         Raises:
             ConfigError: the call is outside the `async with` block.
@@ -144,12 +162,16 @@ class RewardServer:
             reason = f"{url}: a request must have at most {limit} bytes, got {nbytes}"
             return [self._failures.add(RewardError(reason, "size"))]
         try:
-            async with self._slots:
-                rewards = await self._request(
-                    self._http, b'{"rollouts":[' + b",".join(encoded) + b"]}", len(rollouts)
-                )
+            rewards = await self._request(self._http, encoded, ends_at)
         except RewardError as error:
             return [self._failures.add(error) for _ in rollouts]
+        except _DivideError as error:
+            half = len(rollouts) // 2
+            first, second = await asyncio.gather(
+                self._score(rollouts[:half], encoded[:half], error.ends_at),
+                self._score(rollouts[half:], encoded[half:], error.ends_at),
+            )
+            return first + second
         return [self._checked(*each) for each in zip(rollouts, rewards, strict=True)]
 
     def _checked(self, rollout: Rollout, reward: object) -> float | RewardError:
@@ -166,22 +188,29 @@ class RewardServer:
         return found
 
     async def _request(
-        self, http: aiohttp.ClientSession, body: bytes, num_rollouts: int
+        self, http: aiohttp.ClientSession, encoded: Sequence[bytes], ends_at: float | None
     ) -> tuple[object, ...]:
-        """Send one batch, and return the `num_rollouts` rewards of the first answer with a status of 2xx.
+        """Send one batch, and return the rewards of the first answer with a status of 2xx.
 
         Repeat the request after a connection error, a status of 5xx, or a status of `PASSING_4XX`.
 
         Raises:
-            RewardError: the server refused the request, sent an invalid answer, or sent no rewards within `deadline_s`.
+            RewardError: the server refused the request, sent an invalid answer, or sent no rewards until the deadline.
+            _DivideError: the server failed for the batch, and may succeed for a part of it.
         """
-        config, num_tries, newest = self._config, 0, "no answer"
+        config, num_tries, num_failures, newest = self._config, 0, 0, "no answer"
+        now = asyncio.get_running_loop().time
         try:
-            async with asyncio.timeout(config.deadline_s):
+            async with asyncio.timeout_at(ends_at) as deadline:
                 while True:
-                    num_tries += 1
                     try:
-                        status, answer = await self._post(http, body)
+                        async with self._slots:
+                            if ends_at is None:
+                                # The deadline does not include the first wait for other requests.
+                                ends_at = now() + config.deadline_s
+                                deadline.reschedule(ends_at)
+                            num_tries += 1
+                            status, answer = await self._post(http, encoded)
                     except PeerUnreachable as error:
                         # The server redirects the request. It would also redirect the next one.
                         raise RewardError(f"{config.url}: {error}", "redirect") from error
@@ -190,8 +219,12 @@ class RewardServer:
                     else:
                         text = answer[:MAX_TEXT].decode(errors="replace").replace("\n", " ")
                         if 200 <= status < 300:
-                            return _rewards_in(answer, num_rollouts)
+                            return _rewards_in(answer, len(encoded))
                         newest = f"HTTP {status}: {text}"
+                        num_failures += status == 500
+                        is_refused = status in REFUSALS_OF_BATCHES or num_failures >= MAX_FAILURES
+                        if is_refused and len(encoded) > 1:
+                            raise _DivideError(ends_at)
                         if status < 500 and status not in PASSING_4XX:
                             raise RewardError(f"{config.url}: {newest}", f"HTTP {status}")
                     await asyncio.sleep(BACKOFF.after(num_tries))
@@ -204,12 +237,15 @@ class RewardServer:
         except (*DECODE_ERRORS, ValueError, ProtocolError) as error:
             raise RewardError(f"{config.url}: {error}", "answer") from error
 
-    async def _post(self, http: aiohttp.ClientSession, body: bytes) -> tuple[int, bytes]:
+    async def _post(
+        self, http: aiohttp.ClientSession, encoded: Sequence[bytes]
+    ) -> tuple[int, bytes]:
         """Send one request; return the HTTP status and the body of the answer.
 
         Raises:
             ProtocolError: the body has more than `MAX_ANSWER_NBYTES` bytes.
         """
+        body = b'{"rollouts":[' + b",".join(encoded) + b"]}"
         headers, found = {"Content-Type": "application/json"}, bytearray()
         async with http.post(self._config.url, data=body, headers=headers) as response:
             async for part in response.content.iter_any():
