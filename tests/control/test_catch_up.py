@@ -107,7 +107,7 @@ def test_a_catch_up_without_trainers_needs_a_donor_of_the_same_dtype() -> None:
     assert plan.nbytes == newcomer.manifests[0].nbytes
 
 
-def test_tied_tensor_that_the_donor_has_kept_stays_under_all_its_names() -> None:
+def test_tied_tensor_that_no_update_has_written_stays_under_all_its_names() -> None:
     def tied(name: str, own: str, other: str) -> Group:
         builder = ManifestBuilder(f"{name}/0", Role.ENGINE)
         for tensor in ("weight", own):
@@ -119,7 +119,7 @@ def test_tied_tensor_that_the_donor_has_kept_stays_under_all_its_names() -> None
         return Group(name, Role.ENGINE, 1, {0: Agent(hello, described)})
 
     donor = tied("a", "embed", "head")
-    donor.agents[0].kept = frozenset({"embed"})
+    donor.agents[0].unwritten = frozenset({"embed"})
     for newcomer in (tied("b", "embed", "head"), tied("c", "head", "embed")):
         found = find_donor(newcomer, [donor], (), plan_transfer)
         assert found is not None

@@ -249,6 +249,24 @@ async def test_catch_up_leaves_kept_tensors_of_the_newcomer_unchanged(later: str
         await check_newcomer(stack, controller, donor, published)
 
 
+async def test_catch_up_copies_kept_tensors_that_earlier_trainers_have_written() -> None:
+    """The first trainers publish the whole model. The later ones train only a part, and the rest must not be lost."""
+    whole, text = Whole(), Text()
+    async with windlass.Controller(token=TOKEN) as controller, AsyncExitStack() as stack:
+        url = controller.url
+        donor = await stack.enter_async_context(
+            entered(flat_engine(url, TOKEN, served(text), name="donor"))
+        )
+        for version, model in enumerate((whole, text)):
+            async with entered(await asyncio.to_thread(trainer_of, model, url, *TOWER)) as trainer:
+                await asyncio.to_thread(trainer.publish, version, deadline_s=20)
+        assert torch.equal(donor["up.weight"], text.up.weight.detach())
+        assert torch.equal(
+            donor["visual.blocks.1.weight"], whole.get_parameter("visual_blocks_1_weight").detach()
+        )
+        await check_newcomer(stack, controller, donor, whole)
+
+
 async def test_catch_up_from_a_donor_of_an_earlier_controller_copies_no_kept_tensor(
     tmp_path: Path,
 ) -> None:
@@ -282,7 +300,8 @@ async def check_newcomer(
         name = f"newcomer{number}"
         block = flat_engine(controller.url, TOKEN, served(Text()), name=name)
         newcomer = await stack.enter_async_context(entered(block))
-        await controller.wait_for_version(0, engines=[name], deadline_s=20)
+        version = controller.coordinator.fleet.published
+        await controller.wait_for_version(version, engines=[name], deadline_s=20)
         for key, tensor in newcomer.items():
             want = donor[key] if key in trained else torch.ones_like(tensor)
             assert torch.equal(tensor, want), key
@@ -323,7 +342,7 @@ def test_tensor_that_may_be_of_two_versions_cannot_be_kept() -> None:
         # The aborted round has not written this tensor.
         bind(4, "down.weight")
         agent.handle(Publish(1, 1.0, ""), epoch=4, round_number=5)
-        assert agent.kept_by_version == {"down.weight"}
+        assert agent.unwritten == {"down.weight"}
         bind(6, "up.bias")
 
 

@@ -18,7 +18,7 @@ from memory_transport import MemoryTransport
 from windlass.config import DiskBackend, PauseMode, PushBackend, UpdateMode
 from windlass.control.connect_messages import ConnectEngine
 from windlass.control.engine_agent import EngineAgent
-from windlass.control.messages import BeginDriven
+from windlass.control.messages import BeginDriven, Verify
 from windlass.engines.capture.description import Captured, Rounding
 from windlass.engines.http import EngineHttp
 from windlass.engines.sglang.hook import described
@@ -292,7 +292,7 @@ class There:
     def __init__(self) -> None:
         self.endpoint = PeerEndpoint("memory", "there", "1")
         self.regions = (RemoteRegion(self.endpoint, 4096, 24),)
-        self.addresses = (4096,)
+        self.addresses: tuple[int, ...] = (4096,)
         self.num_fetched = 0
 
     def fetch(self) -> None:
@@ -316,6 +316,36 @@ def test_parameters_of_another_process_are_written_in_place_and_verified_as_copi
     assert there.num_fetched == 1
     copies[3] = 9
     assert receiver.verify(0, {"t/0": digest}) == ("t/0",)
+    transport.close()
+
+
+class Changed(There):
+    """Parameters of another process in which that process changes a value, and copies of them in this process."""
+
+    def __init__(self, copies: torch.Tensor) -> None:
+        super().__init__()
+        self._copies = copies
+
+    def fetch(self) -> None:
+        self._copies[1, 3] = -7
+
+
+def test_change_of_a_kept_tensor_in_another_process_is_noticed_in_the_same_update() -> None:
+    transport, engine = MemoryTransport(), manifest("a/0", Role.ENGINE, "a", "b")
+    copies = torch.arange(12, dtype=torch.float32).view(2, 6)
+    there = Changed(copies)
+    there.regions = (RemoteRegion(there.endpoint, 4096, 48),)
+    there.addresses = (4096, 4120)
+    addresses = tuple(row.data_ptr() for row in copies)
+    agent = EngineAgent(Receiver(transport, engine, addresses, (), there), RestingEngine())
+    plan = plan_transfer([manifest("t/0", Role.TRAINER, "a")], [engine.without({"b"})])
+    plan = replace(plan, destination_digests=(engine.digest(),))
+    command = ConnectEngine(plan.encode(), "", UpdateMode.IN_PLACE, kept=("b",))
+    agent.handle(command, epoch=1, round_number=1)
+    digest = digest_of(copies[0].numpy().tobytes())
+    with pytest.raises(PlanError, match="keep: 'b' of a/0 must not change"):
+        agent.handle(Verify(0, {"t/0": digest}), epoch=1, round_number=2)
+    agent.close()
     transport.close()
 
 

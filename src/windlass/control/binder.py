@@ -351,8 +351,7 @@ class FleetBinder:
     def _find_kept(self) -> dict[str, frozenset[str]]:
         """Return engine -> tensors that the engine keeps.
 
-        No trainer has these tensors, and they match a `keep` pattern. In a catch-up, they are the tensors that the donor
-        has kept: they are not part of its version.
+        No trainer has these tensors, and they match a `keep` pattern. For a catch-up, see `tensors_to_keep`.
         """
         if self._of_trainers.role is Role.ENGINE:
             return {

@@ -97,8 +97,8 @@ class Hello(msgspec.Struct, frozen=True, tag="hello"):
         registered: memory that an engine rank has registered.
         allow_unused: from a trainer rank, name patterns of trainer tensors that engines need not have.
         keep: from a trainer rank, name patterns of engine tensors that stay as they are if no trainer has them.
-        kept: from an engine rank, names of the tensors that stayed as they were when it got `served_version`, because no
-            trainer of that version had them.
+        unwritten: from an engine rank with a version, names of the tensors that no update has written since the rank
+            joined, because no trainer has had them.
         rounded: from an engine rank, tensor -> dtype to which the engine rounds the values that it has received. The
             rounded values stay in a parameter of a wider dtype, which the manifest names.
         releases: whether a trainer rank frees memory for the engines after they have verified its bytes (`Release`).
@@ -128,7 +128,7 @@ class Hello(msgspec.Struct, frozen=True, tag="hello"):
     registered: Registered = Registered()
     allow_unused: tuple[str, ...] = ()
     keep: tuple[str, ...] = ()
-    kept: tuple[str, ...] = ()
+    unwritten: tuple[str, ...] = ()
     rounded: dict[str, DType] = {}
     releases: bool = False
     room: TurnRoom = TurnRoom()

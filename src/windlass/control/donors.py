@@ -51,18 +51,20 @@ def find_donor(
 
 
 def tensors_to_keep(donor: Group, newcomer: Sequence[ShardManifest]) -> frozenset[str]:
-    """Return the tensors of a newcomer that a catch-up must not write, because the donor has kept them (`Group.kept`).
+    """Return the tensors of a newcomer that a catch-up must not write.
 
-    The trainers of the donor's version did not write these tensors. A transfer from these trainers would leave the
-    newcomer's own values in place, so the catch-up does the same. A tied tensor counts under all its names.
+    They are the tensors that no update has written in the donor (`Group.unwritten`). The donor has them from its own
+    checkpoint, and the newcomer keeps its own. If an earlier version wrote a tensor, and the trainers of later versions
+    do not have it, the catch-up copies it. A tied tensor counts under all its names.
 
     Args:
         donor: engine that sends.
         newcomer: manifests of the ranks that receive.
     """
+    unwritten = donor.unwritten
     kept = {
-        *donor.kept,
-        *(alias for m in donor.manifests for alias, of in m.aliases.items() if of in donor.kept),
+        *unwritten,
+        *(alias for m in donor.manifests for alias, of in m.aliases.items() if of in unwritten),
     }
     own = {spec.name for manifest in newcomer for spec in manifest.tensors}
     kept |= {of for manifest in newcomer for alias, of in manifest.aliases.items() if alias in kept}

@@ -142,7 +142,7 @@ class EngineAgent:
     Attributes:
         served_version: version that this rank serves; -1 for none.
         lineage: lineage of the run that `served_version` belongs to; empty for none.
-        kept_by_version: names of the tensors that stayed as they were when this rank got `served_version`.
+        unwritten: names of the tensors that no version has written; empty before the first version.
     """
 
     def __init__(
@@ -180,7 +180,7 @@ class EngineAgent:
         self._lock = threading.Lock()
         self._mode = UpdateMode.IN_PLACE
         self.served_version, self.lineage = -1, ""
-        self.kept_by_version: frozenset[str] = frozenset()
+        self.unwritten: frozenset[str] = frozenset()
         self._is_stamped = True
         self._mixed_weights = False
         # Whether the current round may already have changed live weights of this rank, or of another rank of its engine.
@@ -254,8 +254,10 @@ class EngineAgent:
                 self._sleeper.sleep(command.mode, command.deadline_s)
                 self._not_resumed = SLEEPS
             case Verify():
+                verified = Verified(self._delivery.verify(command.version, command.expected))
+                # If the parameters are in another process, the call above has fetched their present values.
                 self._kept.verify()
-                return Verified(self._delivery.verify(command.version, command.expected))
+                return verified
             case Apply():
                 self._open_to_writes = True
                 self._delivery.apply()
@@ -409,8 +411,9 @@ class EngineAgent:
 
     def _publish(self, version: int, deadline_s: float) -> None:
         """Record that all weights of this rank are of `version`. Then resume the engine, which reports this version."""
+        kept, is_first = self._kept.names, self.served_version < 0
+        self.unwritten = kept if is_first else self.unwritten & kept
         self.served_version, self._is_stamped = version, False
-        self.kept_by_version = self._kept.names
         self._mixed_weights = self._open_to_writes = False
         self._end_round(deadline_s)
 

@@ -58,7 +58,8 @@ class Agent:
         not_resumed: reason why the rank does not generate although the controller told it to resume; else empty.
         silent: text about a command that the rank did not answer by the deadline; empty once it has answered a probe.
         num_late: number of bind commands that the rank answered too late since a round last published in its engine.
-        kept: names of the tensors of an engine rank that are not part of its version, see `Hello.kept`.
+        unwritten: names of the tensors of an engine rank that no update has written, see `Hello.unwritten`; None if the
+            rank has had no version.
     """
 
     hello: Hello
@@ -67,7 +68,7 @@ class Agent:
     not_resumed: str = ""
     silent: str = ""
     num_late: int = 0
-    kept: frozenset[str] = frozenset()
+    unwritten: frozenset[str] | None = None
 
     @property
     def identity(self) -> Identity:
@@ -183,9 +184,9 @@ class Group:
         return frozenset(p for agent in self.agents.values() for p in agent.hello.keep)
 
     @property
-    def kept(self) -> frozenset[str]:
-        """Names of the engine's tensors that are not part of its version, from all its ranks; see `Hello.kept`."""
-        return frozenset[str]().union(*(agent.kept for agent in self.agents.values()))
+    def unwritten(self) -> frozenset[str]:
+        """Names of tensors of an engine with a version that no update has written; see `Hello.unwritten`."""
+        return frozenset[str]().union(*(agent.unwritten or () for agent in self.agents.values()))
 
     @property
     def rounded(self) -> dict[str, DType]:
@@ -447,7 +448,7 @@ class Fleet:
             hello,
             manifest,
             not_resumed=hello.not_resumed[:MAX_REASON_LENGTH],
-            kept=frozenset(hello.kept),
+            unwritten=frozenset(hello.unwritten) if hello.served_version >= 0 else None,
         )
         if hello.worker in self.quarantine_on_return:
             del self.quarantine_on_return[hello.worker]
@@ -753,8 +754,8 @@ class Fleet:
     ) -> None:
         """Store the outcome of a round in the fleet.
 
-        - Engines that published get the new version, with the tensors that it left unchanged. Their counts of late
-          bindings become 0.
+        - Engines that published get the new version. Tensors that it left unchanged stay unwritten (`Agent.unwritten`) if
+          no earlier version has written them. The counts of late bindings become 0.
         - Every engine gets the state that follows from its outcome. Engines with the outcome QUARANTINED are quarantined.
         - Each source that has not answered a write command gets a hold on the engines that its bytes may still reach.
 
@@ -787,7 +788,9 @@ class Fleet:
                 now = EngineStatus.WAITING
                 for agent in group.agents.values():
                     agent.num_late = 0
-                    agent.kept = binding.stays.get(name, frozenset())
+                    kept = binding.stays.get(name, frozenset())
+                    known = agent.unwritten
+                    agent.unwritten = kept if known is None else known & kept
             elif is_mixed:
                 group.version, now = -1, EngineStatus.MIXED_WEIGHTS
             elif now is not EngineStatus.MIXED_WEIGHTS:

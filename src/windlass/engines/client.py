@@ -154,7 +154,7 @@ class EngineClient(Closing):
                     url=url,
                     served_version=agent.served_version,
                     lineage=agent.lineage,
-                    kept=tuple(sorted(agent.kept_by_version)),
+                    unwritten=tuple(sorted(agent.unwritten)),
                     rounded=dict(weights.rounded),
                     mixed_weights=agent.mixed_weights,
                     can_send=can_send,
