@@ -22,6 +22,7 @@ import pytest
 from certificates import Authority
 from slurm_cluster import missing_reason, slurm_cluster
 
+from windlass.jobs.audit import AUDIT, read_audit
 from windlass.jobs.schedulers.ray import NICENESS
 from windlass.wording import shortest_path
 
@@ -258,7 +259,7 @@ def test_sigterm_during_an_update_waits_for_it_and_then_ends_the_job(
 def test_a_last_version_that_was_not_published_fails_the_job(tmp_path: Path) -> None:
     config = write(
         tmp_path,
-        ("steps = 4", "steps = 1"),
+        ("steps = 4", "steps = 1\naudit = true"),
         (str(EXAMPLE / "trainer.py"), str(RANK)),
         ("world_size = 2", "world_size = 1"),
         ("max_staleness = 1", "max_staleness = 1\nnum_workers = 0"),
@@ -271,6 +272,7 @@ def test_a_last_version_that_was_not_published_fails_the_job(tmp_path: Path) -> 
     assert "version 1 was not published; the published version is 0" in printed
     found = summary(tmp_path)
     assert (found["steps"], found["version"], found["stopped_by"]) == (1, 0, 0)
+    assert not read_audit(tmp_path / "out" / AUDIT, 1).is_published
 
 
 WATCHING = """

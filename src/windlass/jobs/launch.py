@@ -21,6 +21,7 @@ import msgspec
 
 from windlass.config import ReplicaPlace
 from windlass.control.connect_messages import ALLOW_UNUSED_VARIABLE
+from windlass.control.report import RoundOutcome
 from windlass.controller import Controller
 from windlass.engines.launch import checked_arguments
 from windlass.engines.options import options_of
@@ -305,6 +306,8 @@ class Job:
             if config.audit
             else None
         )
+        self._recorded: list[int] = []
+        """Versions in the audit record whose updates had not ended at the last call of `_note_published`."""
         self._newest = start
         """Folder and checkpoint that the ranks start from; None if they start with their initial weights."""
         self._first_steps = start[1].steps if start else 0
@@ -432,6 +435,7 @@ class Job:
             worker_s = await self._clean_up()
             try:
                 await ranks_end
+                await self._note_published()
                 if rollouts is not None:
                     # Call the recipe before the engines end, because the recipe may use them.
                     await self._call_ended(self._summary(rollouts))
@@ -1013,8 +1017,9 @@ class Job:
             _check_metrics(step + 1, result)
             seeds = self._seeds_of(batch)
             await self._audit(lambda audit: audit.add(self.version + 1, step + 1, samples, seeds))
+            self._recorded.append(self.version + 1)
             await self._publish()
-            await self._audit(lambda audit: audit.note_published(self.version))
+            await self._note_published()
             self._steps, self._has_weights = step + 1, True
             every = self._config.evaluation.every
             self._evaluation_due = every > 0 and self._steps % every == 0
@@ -1073,6 +1078,17 @@ class Job:
             await asyncio.to_thread(write, self._audit_record)
         except sqlite3.Error as error:
             _log.error("%s: version %d is not recorded: %s", AUDIT, self.version, error)
+
+    async def _note_published(self) -> None:
+        """Note in the audit record which recorded versions have been published since the last call.
+
+        With replicas, the update of the newest version may not have ended yet, and may still fail.
+        """
+        ended = {report.version: report.outcome for report in self.controller.coordinator.reports}
+        for version in [each for each in self._recorded if each in ended]:
+            self._recorded.remove(version)
+            if ended[version] is RoundOutcome.PUBLISHED:
+                await self._audit(partial(AuditRecord.note_published, version=version))
 
     async def _evaluate(self) -> None:
         """Wait until the fleet serves the newest version, evaluate it, and record the metrics.
