@@ -31,6 +31,7 @@ from windlass.config import (
 from windlass.control.connect_messages import ConnectEngine
 from windlass.control.engine_agent import EngineAgent
 from windlass.control.messages import Abort, BeginDriven, Pause, Publish
+from windlass.control.recovery import CatchUps
 from windlass.errors import ConfigError, PlanError, RoundAborted
 from windlass.layout.box import Box
 from windlass.layout.dtypes import DType
@@ -265,6 +266,38 @@ async def test_catch_up_copies_kept_tensors_that_earlier_trainers_have_written()
             donor["visual.blocks.1.weight"], whole.get_parameter("visual_blocks_1_weight").detach()
         )
         await check_newcomer(stack, controller, donor, whole)
+
+
+async def test_update_by_trainers_of_a_part_follows_a_catch_up(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The update begins before the catch-up of a new engine. The trainers do not have all tensors of earlier versions."""
+    monkeypatch.setattr(CatchUps, "bring_up_soon", lambda _self: None)
+    whole, text = Whole(), Text()
+    async with windlass.Controller(token=TOKEN) as controller, AsyncExitStack() as stack:
+
+        async def joined(name: str) -> dict[str, torch.Tensor]:
+            block = flat_engine(controller.url, TOKEN, served(text), name=name)
+            return await stack.enter_async_context(entered(block))
+
+        first = await joined("first")
+        async with entered(
+            await asyncio.to_thread(trainer_of, whole, controller.url, *TOWER)
+        ) as trainer:
+            await asyncio.to_thread(trainer.publish, 0, deadline_s=20)
+        second = await joined("second")
+        trainer = await stack.enter_async_context(
+            entered(await asyncio.to_thread(trainer_of, text, controller.url, *TOWER))
+        )
+        published = await asyncio.to_thread(trainer.publish, 1, deadline_s=20)
+        assert published.result().engines == ("first", "second")
+        for key, tensor in second.items():
+            assert torch.equal(tensor, first[key]), key
+        assert torch.equal(first["up.weight"], text.up.weight.detach())
+        assert (
+            first["visual.blocks.1.weight"][1, 2]
+            == whole.get_parameter("visual_blocks_1_weight")[1, 2]
+        )
 
 
 async def test_catch_up_from_a_donor_of_an_earlier_controller_copies_no_kept_tensor(

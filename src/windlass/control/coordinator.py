@@ -57,6 +57,7 @@ from windlass.control.run import Run
 from windlass.control.session import AgentSession
 from windlass.control.suspicions import num_by_pattern
 from windlass.errors import PeerTimeout, ProtocolError, RoundAborted
+from windlass.layout.naming.patterns import said
 from windlass.net.logs import log_fields
 from windlass.net.messages import Reply
 from windlass.planning.planner import Planner, plan_transfer
@@ -286,6 +287,8 @@ class Coordinator:
     ) -> UpdateReport:
         """Bind the fleet if its ranks have changed, then run one round that publishes a version.
 
+        If engines lack tensors that only other engines have (`Fleet.must_catch_up`), first let these engines catch up.
+
         For arguments see `_publish`.
 
         Raises:
@@ -293,6 +296,16 @@ class Coordinator:
             WindlassError: too few engines are connected, or the fleet cannot be bound.
         """
         binding = await self.connector.until_enough()
+        if self.fleet.must_catch_up(binding):
+            await self.catch_ups.bring_up()
+            binding = await self.connector.until_enough()
+            for name, kept in self.fleet.must_catch_up(binding).items():
+                _log.warning(
+                    "engine %s may have old values of %s: no trainer has these tensors, an earlier version has written "
+                    "them in other engines, and this engine did not catch up from them",
+                    name,
+                    said(kept),
+                )
         check_same_ranks(announced, binding)
         costs = self.connector.pop_costs()
         spec = self.rounds.spec_of(version, self.run.lineage, binding, is_new=True)

@@ -537,6 +537,23 @@ class Fleet:
             for engine, own in found
         )
 
+    def must_catch_up(self, binding: Binding) -> dict[str, frozenset[str]]:
+        """Return the engines that must catch up before the trainers of `binding` publish the next version.
+
+        These engines lack the published version. They would keep tensors that an earlier version has written in other
+        engines of the binding, and the present trainers do not have these tensors.
+
+        Returns:
+            Engine -> names of these tensors.
+        """
+        engines = {name: self._groups[name] for name in binding.stays if name in self._groups}
+        current = {name: engine for name, engine in engines.items() if self._is_current(engine)}
+        written = frozenset[str]().union(
+            *(binding.stays[name] - engine.unwritten for name, engine in current.items())
+        )
+        behind = engines.keys() - current.keys()
+        return {name: lacked for name in behind if (lacked := binding.stays[name] & written)}
+
     def group_of(self, name: str) -> Group | None:
         """Return the group with this name, or None."""
         return self._groups.get(name)
