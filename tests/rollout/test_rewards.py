@@ -32,7 +32,15 @@ FUNCTION = """
         match rollout.metadata:
             case ["hang", file]:
                 child = subprocess.Popen(["sleep", "600"])
-                Path(file).write_text(f"{os.getpid()} {child.pid}")
+                # A sandbox starts its program in a session of its own.
+                sandbox = ["sh", "-c", "sleep 600 & wait"]
+                other = subprocess.Popen(sandbox, start_new_session=True)
+                inner = Path(f"/proc/{other.pid}/task/{other.pid}/children")
+                while not inner.read_text().split():
+                    time.sleep(0.01)
+                pids = [os.getpid(), child.pid, other.pid, *inner.read_text().split()]
+                Path(file + ".new").write_text(" ".join(map(str, pids)))
+                os.rename(file + ".new", file)
                 time.sleep(600)
             case "raise":
                 raise ValueError("the answer has no number")
@@ -126,12 +134,12 @@ async def test_each_fault_costs_only_the_rollout_that_it_happens_to(tmp_path: Pa
     errors = {n: str(each) for n, each in enumerate(found) if isinstance(each, RewardError)}
     assert errors == {
         1: "rollout task-1: no reward within 2 s",
-        2: "rollout task-2: the reward function raised line 18: ValueError: the answer has no number",
+        2: "rollout task-2: the reward function raised line 26: ValueError: the answer has no number",
         3: "rollout task-3: the reward function needs more memory than rewards.memory_nbytes: "
-        "line 20: MemoryError: ",
+        "line 28: MemoryError: ",
         4: "rollout task-4: the reward process ended with SIGSEGV",
         5: "rollout task-5: the reward process ended with exit status 3",
-        6: "rollout task-6: the reward function raised line 28: SystemExit: 4",
+        6: "rollout task-6: the reward function raised line 36: SystemExit: 4",
         7: "rollout task-7: the reward function raised ConfigError: reward must be finite, got nan",
         8: "rollout task-8: the reward function raised ConfigError: reward must be one number, got None",
     }
@@ -177,6 +185,41 @@ async def test_forked_child_sends_no_reward_and_takes_no_rollout(way: str, tmp_p
     async with RewardPool(config) as pool:
         found = await pool.score(rollouts([["fork", way], *slow]))
     assert found == tuple(map(expected, range(5)))
+
+
+ASYNC_FUNCTION = """
+    import asyncio, os
+
+    async def forever():
+        await asyncio.sleep(600)
+
+    event = asyncio.Event()
+    background = []
+
+    async def reward(rollout):
+        match rollout.metadata:
+            case "hang":
+                await event.wait()
+            case "raise":
+                raise ValueError("the judge has no answer")
+            case "background":
+                # A client of a judge keeps its connection, and so its event loop, over many calls.
+                background.append(asyncio.create_task(forever()))
+            case "check":
+                assert not background[0].done()
+                assert background[0].get_loop() is asyncio.get_running_loop()
+        await asyncio.sleep(0.01)
+        return sum(rollout.output_ids)
+"""
+
+
+async def test_function_may_be_async(tmp_path: Path) -> None:
+    config = ProcessRewards(file=write(tmp_path, ASYNC_FUNCTION), num_processes=1, deadline_s=2.0)
+    async with RewardPool(config) as pool:
+        found = await pool.score(rollouts(["background", "check", "raise", "check", "hang"]))
+    assert (found[0], found[1], found[3]) == (expected(0), expected(1), expected(3))
+    assert "raised line 15: ValueError: the judge has no answer" in str(found[2])
+    assert str(found[4]) == "rollout task-4: no reward within 2 s"
 
 
 async def test_error_without_a_valid_text_costs_only_its_rollout(tmp_path: Path) -> None:
@@ -246,7 +289,7 @@ async def test_new_processes_run_the_file_as_it_was_at_the_start(
             write(tmp_path, edited)
         found = await pool.score(rollouts(["exit", "raise", "fine"]))
     assert str(found[0]).endswith("the reward process ended with exit status 3")
-    assert str(found[1]).endswith("raised line 18: ValueError: the answer has no number")
+    assert str(found[1]).endswith("raised line 26: ValueError: the answer has no number")
     assert found[2] == expected(2)
 
 
@@ -294,11 +337,12 @@ def test_reward_processes_end_when_their_parent_is_killed(tmp_path: Path) -> Non
             until((tmp_path / "pids").exists)
         finally:
             made.kill()
-    hanging, program = map(int, (tmp_path / "pids").read_text().split())
+    hanging, *programs = map(int, (tmp_path / "pids").read_text().split())
     try:
         until(lambda: has_ended(idle) and has_ended(hanging))
     finally:
-        os.kill(program, signal.SIGKILL)
+        for program in programs:
+            os.kill(program, signal.SIGKILL)
 
 
 @pytest.mark.parametrize(

@@ -8,6 +8,7 @@ length of four bytes and a message in msgpack. The function may print: its outpu
 
 from __future__ import annotations
 
+import asyncio
 import ctypes
 import inspect
 import os
@@ -16,7 +17,7 @@ import signal
 import socket
 import struct
 import sys
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from pathlib import Path
 from types import FunctionType
 
@@ -100,8 +101,17 @@ def import_function(
     return found
 
 
-def _score(function: Callable[[Rollout], object], rollout: Rollout, file: Path) -> Scored | Raised:
+async def _result(value: Awaitable[object]) -> object:
+    """Return the result of an async function."""
+    return await value
+
+
+def _score(
+    function: Callable[[Rollout], object], rollout: Rollout, file: Path, runner: asyncio.Runner
+) -> Scored | Raised:
     """Call the function for one rollout. Every exception becomes a `Raised`.
+
+    `runner` runs an async function. All calls have the same event loop, so that the function may keep connections.
 
     If the function forks, it also returns or raises in the child process. The child then ends as any Python program ends.
     Otherwise it would send a second answer, which the pool would take for the reward of the next rollout.
@@ -109,6 +119,8 @@ def _score(function: Callable[[Rollout], object], rollout: Rollout, file: Path) 
     process_id = os.getpid()
     try:
         value = function(rollout)
+        if isinstance(value, Awaitable):
+            value = runner.run(_result(value))
         if os.getpid() != process_id:
             sys.exit()
         return Scored(plain_number("reward", value))
@@ -172,12 +184,13 @@ def main(arguments: list[str]) -> int:
     if (limit := int(memory_nbytes)) > 0:
         resource.setrlimit(resource.RLIMIT_DATA, (limit, limit))
     _send(connection, Ready())
+    runner = asyncio.Runner()
     while True:
         try:
             rollout = msgspec.msgpack.decode(_frame(connection), type=Rollout)
         except EOFError:
             return 0
-        answer = _score(function, rollout, file)
+        answer = _score(function, rollout, file, runner)
         del rollout
         _send(connection, answer)
         if isinstance(answer, Raised) and answer.is_memory:

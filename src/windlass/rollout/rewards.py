@@ -112,7 +112,7 @@ class ProcessRewards(msgspec.Struct, frozen=True, kw_only=True, tag="processes",
     Attributes:
         file: Python file with the function; in a job, empty for the file of the recipe. Each process runs the file. A
             process that replaces another runs the same content, also if the file has changed since the start.
-        function: name of the function. It takes a `Rollout` and returns a finite number.
+        function: name of the function. It takes a `Rollout` and returns a finite number. It may be async.
         num_processes: number of processes. Each process scores one rollout at a time.
         deadline_s: seconds that the function has for one rollout.
         start_deadline_s: seconds that a process has to import the file.
@@ -137,6 +137,7 @@ class RewardProcess:
 
     The process has its own process group, so that the pool also ends programs that the function has started. When the
     process has ended, the handle kills this group immediately. Later, another process group may have the same number.
+    Programs with a process group of their own are killed with the process, but live on if the process ends by itself.
     """
 
     def __init__(
@@ -287,10 +288,15 @@ class RewardProcess:
         return _FRAMES.decode(await self._reader.readexactly(length))
 
     def kill(self) -> None:
-        """Kill the process and the programs that it started. Idempotent."""
+        """Kill the process and the programs that it started, also those with a process group of their own. Idempotent."""
         self._writer.close()
         if not self.has_ended:
+            programs = _programs_of(self._process.pid)
             self._kill_group()
+            for process_id in programs:
+                # The program may have ended already, or may run as another user.
+                with contextlib.suppress(ProcessLookupError, PermissionError):
+                    os.kill(process_id, signal.SIGKILL)
 
     def _kill_group(self) -> None:
         """Kill all processes of the process group."""
@@ -302,6 +308,16 @@ class RewardProcess:
         """Kill the process and the programs that it started. Wait at most `KILLED_S` until the process has ended."""
         self.kill()
         await asyncio.wait((self._ended,), timeout=KILLED_S)
+
+
+def _programs_of(process_id: int) -> list[int]:
+    """Return the ids of the processes that a process has started, and of those that they have started."""
+    found: list[int] = []
+    # Without /proc, or if a process has just ended, there is nothing to read.
+    with contextlib.suppress(OSError):
+        for task in Path(f"/proc/{process_id}/task").iterdir():
+            found += map(int, (task / "children").read_text().split())
+    return found + [each for child in found for each in _programs_of(child)]
 
 
 def _check_ready(frame: Ready | Scored | Raised) -> None:
