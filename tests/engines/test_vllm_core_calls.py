@@ -16,6 +16,8 @@ import pytest
 from windlass.config import PauseMode
 from windlass.engines.vllm import engine_core
 from windlass.engines.vllm.engine_core import (
+    ABORTS,
+    CLIENTS_CHOOSE_IDS,
     OWN_VERSIONS,
     QUIESCES,
     WEIGHTS,
@@ -209,6 +211,20 @@ def test_a_hold_does_not_wait_for_running_batches_whose_versions_are_recorded(
     assert list(patched.batch_queue) == ["second", "first"]
     assert engine_core.own_core.version == 7
     assert patched.scheduler.pause_state is PauseState.UNPAUSED
+
+
+@pytest.mark.parametrize(("setting", "is_drained"), [("", False), ("0", False), ("1", True)])
+def test_ended_requests_get_no_late_tokens_if_clients_choose_their_ids(
+    patched: PatchedCore, setting: str, is_drained: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A client repeats an ended request. Its new request has the same id, and would get the tokens of the running batch."""
+    monkeypatch.setenv(OWN_VERSIONS, "1")
+    monkeypatch.setenv(CLIENTS_CHOOSE_IDS, setting)
+    monkeypatch.setattr(engine_core, "_abort_requests", lambda _core: None)
+    patched.batch_queue += ["second", "first"]
+    patched.blocked = lambda: 7
+    patched.calls.call(QUIESCES, ["1.1", "10.0", ABORTS], None)
+    assert len(patched.given_out) == (2 if is_drained else 0)
 
 
 @pytest.mark.parametrize("identities", [["run/7", "run/7"], ["run/7", "run/8"], ["", ""]])

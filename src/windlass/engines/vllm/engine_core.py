@@ -115,6 +115,8 @@ ORDERS = "windlass_order"
 """Worker method of our weight-transfer backend; the first argument is a `RankStep`."""
 OWN_VERSIONS = "WINDLASS_VLLM_OWN_VERSIONS"
 """Environment variable. If it is set, Windlass records the weight versions of tokens also with vLLM 0.32."""
+CLIENTS_CHOOSE_IDS = "VLLM_DISABLE_REQUEST_ID_RANDOMIZATION"
+"""vLLM's environment variable. If it is set, two requests with the same `request_id` have the same id in the core."""
 SPANS = "weight_versions"
 """Key in `kv_transfer_params`: a list of spans in the form of vLLM 0.32 and SGLang."""
 _LOOKED_UP, _LOADS_NOTHING = "windlass_looked_up", "windlass_loads_nothing"
@@ -455,8 +457,10 @@ def _quiesce(
     if not blocked_s:
         return call((pause_id, "", own_core.namespace.begin()))
     # If Windlass records versions, the tokens of running steps keep their version. The update then starts before the core
-    # has processed these steps, and clients get the tokens of these steps after the update.
-    with _scheduler_paused(core, drain=not stamps_tokens()):
+    # has processed these steps, and clients get the tokens of these steps after the update. But if clients choose the ids of
+    # requests, a client may repeat a request that has ended here, and vLLM would give the new request these tokens.
+    may_repeat = first == ABORTS and environment_value(CLIENTS_CHOOSE_IDS) not in {"", "0"}
+    with _scheduler_paused(core, drain=may_repeat or not stamps_tokens()):
         found = call((pause_id, blocked_s, own_core.namespace.begin()))
     _set_version(core, found)
     if rests:
