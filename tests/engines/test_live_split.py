@@ -1,6 +1,7 @@
-"""A rank of a live engine loses its connection to the controller while it is paused, and the other rank does not.
+"""A live server of two ranks says why its requests would wait: it has no version yet, or one of its ranks is cut off.
 
-The lost rank cannot know how the round ends, so it stays paused, and the engine cannot generate without it.
+A rank that loses its connection to the controller while it is paused cannot know how the round ends. So it stays paused, and
+the engine cannot generate without it.
 """
 
 from __future__ import annotations
@@ -11,11 +12,19 @@ from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
-from servers import HTTP_S, TOKEN, Layout, save, serving
-from turn_rig import KIND, Rig, control_config, serving_first_version
+import torch
+from servers import HTTP_S, TOKEN, Layout, build, save, serving
+from turn_rig import (
+    DEADLINE_S,
+    KIND,
+    Rig,
+    control_config,
+    serving_first_version,
+    until_refused,
+)
 
 import windlass
-from windlass.config import UpdateMode
+from windlass.config import Reaction, UpdateMode
 from windlass.control.messages import Command, Prepare, Result
 from windlass.control.trainer_agent import TrainerAgent
 from windlass.errors import RoundAborted
@@ -25,13 +34,25 @@ PAUSED_S = 5.0
 """Seconds after which all ranks of the engine have paused."""
 
 
+def refused_first_version(url: str) -> str:
+    """Publish a version with NaN, which ends its round before a write. Return the error."""
+    model = build(KIND, 3)
+    with torch.no_grad():
+        model.lm_head.weight[0, 0] = torch.nan
+    connecting = windlass.connect_trainer(model, controller=url, token=TOKEN, transport="cma")
+    with connecting as trainer, pytest.raises(RoundAborted, match="lm_head") as refused:
+        trainer.publish(0, deadline_s=DEADLINE_S).result()
+    return str(refused.value)
+
+
 @pytest.mark.parametrize("engine", ["vllm", "sglang"])
-async def test_server_says_why_if_one_of_its_ranks_is_cut_off_in_a_pause(
+async def test_server_says_why_after_an_aborted_first_version_and_if_a_rank_is_cut_off(
     engine: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     first = save(KIND, 1, tmp_path / "first")
     async with windlass.Controller(
-        token=TOKEN, config=control_config(mode=UpdateMode.IN_PLACE)
+        token=TOKEN,
+        config=control_config(mode=UpdateMode.IN_PLACE, non_finite=Reaction.REFUSE),
     ) as controller:
         running = serving(
             engine, first, tmp_path / "server.log", layout=Layout(tp=2), controller=controller.url
@@ -52,6 +73,8 @@ async def test_server_says_why_if_one_of_its_ranks_is_cut_off_in_a_pause(
                 return handle(agent, command, **numbers)
 
             monkeypatch.setattr(TrainerAgent, "handle", handle_late)
+            assert await asyncio.to_thread(refused_first_version, controller.url)
+            await until_refused(server, "this engine has no version yet")
             async with serving_first_version(
                 Rig, server, controller, tmp_path, transport="cma"
             ) as rig:

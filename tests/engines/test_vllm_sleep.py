@@ -44,12 +44,13 @@ from turn_rig import (
     Rig,
     control_config,
     serving_first_version,
+    until_refused,
 )
 from vllm_cpu_sleep import COPIED
 
 import windlass
 from windlass.config import PauseMode, Reaction
-from windlass.errors import PeerUnreachable, RoundAborted
+from windlass.errors import RoundAborted
 
 pytestmark = [pytest.mark.engines, pytest.mark.timeout(1200)]
 
@@ -200,17 +201,6 @@ async def fail_turns(server: Server, folder: Path) -> None:
         await turns.check(await waiting)
 
 
-async def until_refused(server: Server, reason: str) -> None:
-    """Wait until the server refuses its health check with the reason: a rank notices later that its controller has ended."""
-    said = ""
-    async with asyncio.timeout(HTTP_S):
-        while reason not in said:
-            try:
-                await asyncio.to_thread(server.http.get, "/health", HTTP_S)
-            except PeerUnreachable as error:
-                said = str(error)
-
-
 @contextmanager
 def no_more_memory(server: Server) -> Iterator[None]:
     """Let no process of the server get more private memory than it has."""
@@ -259,26 +249,27 @@ async def test_tensor_that_no_trainer_has_outlives_the_servers_sleep(tmp_path: P
 def test_a_plain_server_takes_turns_by_vllms_own_routes(tp: int, tmp_path: Path) -> None:
     """With one rank the agent wakes the server, in the core's process as on GPUs. With two, `/update_weights` does."""
     source = checkpoint(1, tmp_path / "source")
-    with (
-        serving_plain(
-            source, tmp_path / "live.log", tp=tp, in_core=tp == 1, flags=FLAGS, path=SLEEPS
-        ) as server,
-        syncing(
+    with serving_plain(
+        source, tmp_path / "live.log", tp=tp, in_core=tp == 1, flags=FLAGS, path=SLEEPS
+    ) as server:
+        with syncing(
             tmp_path / "trainers", 2, source=str(source), servers=[server.url], transport="pull"
-        ) as trainers,
-    ):
-        assert [joined.error for joined in trainers.answers()] == ["", ""]
-        version, answers = 0, list[tuple[list[int], list[float]]]()
-        for calls in (["/sleep?level=1"], ["/sleep?level=2"], ["/sleep?level=2", "/wake_up"]):
-            for call in calls:
-                server.http.post(call, {}, HTTP_S)
-            version += 1
-            for sent in trainers.send(version, tmp_path / str(version)):
-                assert (sent.version, sent.error, sent.left_out) == (version, "", {})
-            assert not server.is_paused()
-            assert server.version() == str(version)
-            answers = [server.answer(PROMPT, NUM_TOKENS)]
-        updated = server.checksums()
+        ) as trainers:
+            assert [joined.error for joined in trainers.answers()] == ["", ""]
+            version, answers = 0, list[tuple[list[int], list[float]]]()
+            for calls in (["/sleep?level=1"], ["/sleep?level=2"], ["/sleep?level=2", "/wake_up"]):
+                for call in calls:
+                    server.http.post(call, {}, HTTP_S)
+                version += 1
+                for sent in trainers.send(version, tmp_path / str(version)):
+                    assert (sent.version, sent.error, sent.left_out) == (version, "", {})
+                assert not server.is_paused()
+                assert server.version() == str(version)
+                answers = [server.answer(PROMPT, NUM_TOKENS)]
+            updated = server.checksums()
+            server.http.post("/sleep?level=2", {}, HTTP_S)
+        # The controller lives in the trainer.
+        asyncio.run(until_refused(server, "this engine has no weights"))
     with serving_fresh(
         "vllm", tmp_path / str(version), tmp_path / "fresh.log", layout=Layout(tp), dtype="bfloat16"
     ) as fresh:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,6 +11,7 @@ from typing import Any, TypeVar
 
 import pytest
 import torch
+from plain_vllm import PlainServer
 from servers import HTTP_S, TOKEN, Sample, Server, build
 
 import windlass
@@ -79,20 +80,29 @@ class Rig:
         assert (await self.ask()).tokens == answer.tokens
 
     async def must_refuse(self, reason: str) -> None:
-        """Require that the server refuses a new request and its health check at once, with the reason."""
-        http = self.server.http
+        """Wait until the server refuses its health check with the reason, and require the same for a new request."""
+        await until_refused(self.server, reason)
         asked = {"input_ids": PROMPT, "sampling_params": {"max_new_tokens": 1}}
-        calls: tuple[Callable[[], object], ...] = (
-            lambda: http.get("/health", HTTP_S),
-            lambda: http.post("/generate", asked, HTTP_S),
-        )
-        for call in calls:
-            with pytest.raises(PeerUnreachable, match=f": 503 .*{reason}"):
-                await asyncio.to_thread(call)
+        with pytest.raises(PeerUnreachable, match=f": 503 .*{reason}"):
+            await self.post("/generate", asked)
 
     async def must_wait(self, task: asyncio.Task[Sample], seconds: float = 3.0) -> None:
         with pytest.raises(TimeoutError):
             await asyncio.wait_for(asyncio.shield(task), seconds)
+
+
+async def until_refused(server: Server | PlainServer, reason: str) -> None:
+    """Wait until the server refuses its health check with the reason.
+
+    A rank gets the news of a failed round, or of a controller that has ended, later than the test.
+    """
+    said = ""
+    async with asyncio.timeout(HTTP_S):
+        while reason not in said:
+            try:
+                await asyncio.to_thread(server.http.get, "/health", HTTP_S)
+            except PeerUnreachable as error:
+                said = str(error)
 
 
 RigT = TypeVar("RigT", bound=Rig)
