@@ -34,6 +34,7 @@ from windlass.engines.quiesce_gate import QuiesceGate
 from windlass.engines.spec import AgentSettings, CapturedLayout, RankStep
 from windlass.engines.vllm.api_server import RankAnswer, RankOrder, join_ranks
 from windlass.errors import (
+    AuthenticationError,
     ConfigError,
     PeerTimeout,
     PeerUnreachable,
@@ -356,6 +357,32 @@ async def test_server_that_sleeps_with_its_weights_waits_for_its_framework(
         await asyncio.to_thread(rank.capture, "http://127.0.0.1:1")
     assert held_for(PORT) is None
     sleep.asleep = frozenset()
+    leave(rank)
+
+
+async def test_server_says_that_its_weights_are_lost_after_an_earlier_round_left_it_asleep(
+    rank: Rank, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The framework wakes the engine from level 1 after the first failed round, and lets it sleep at level 2."""
+    monkeypatch.setattr(tempfile, "tempdir", str(rank.checkpoint))
+    async with windlass.Controller(token=TOKEN, config=REFUSES_NAN) as controller:
+        sleep = rank.engine_rank.sleep
+        sleep.is_enabled = True
+        await asyncio.to_thread(rank.join, controller.url)
+        await asyncio.to_thread(publish, weights(1), controller.url, 1)
+        sleep.asleep = frozenset({sleep.WEIGHTS})
+        await refuse_nan(controller.url, 2)
+        sleep.asleep = frozenset()
+        lose(rank)
+        await refuse_nan(controller.url, 3)
+        assert (await asyncio.to_thread(wait_until_held)).cause is HoldCause.EMPTY
+    with pytest.raises(AuthenticationError):
+        async with windlass.Controller(token="another secret") as other:
+            await asyncio.to_thread(rank.join, other.url)
+    # The rank has left the first fleet and has not joined the second, so no update is on its way.
+    held = held_for(PORT)
+    assert held is not None
+    assert (held.cause, held.may_leave) == (HoldCause.EMPTY, True)
     leave(rank)
 
 

@@ -149,6 +149,7 @@ def test_requests_of_a_sleeping_engine_wait_only_while_a_controller_is_connected
         assert causes.pop() is HoldCause.EMPTY
         with pytest.raises(PeerUnreachable, match="sleeps"):
             agent.on_disconnect()
+        assert causes.pop() is HoldCause.EMPTY
         agent.on_welcome()
         assert causes == []
 

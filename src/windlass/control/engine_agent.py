@@ -446,8 +446,12 @@ class EngineAgent:
                 self._sleeper.round_ended()
 
     def _note_held(self, cause: HoldCause | None) -> None:
-        """Call `on_held` with `cause` if the value has changed since the previous call of this method."""
-        if self._on_held is not None and cause is not self._held_for:
+        """Call `on_held` with `cause` if the value has changed since the previous call of this method, or if it is EMPTY.
+
+        Weights that sleep at the end of one round may be lost at the end of the next round.
+        """
+        is_new = cause is not self._held_for or cause is HoldCause.EMPTY
+        if self._on_held is not None and is_new:
             self._on_held(cause)
         self._held_for = cause
 

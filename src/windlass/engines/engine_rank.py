@@ -34,6 +34,7 @@ from windlass.errors import (
 from windlass.memory.cuda.driver import gpu_of
 from windlass.memory.place import memory_on
 from windlass.transfer.registration import stretches
+from windlass.transports.base import OneSidedTransport
 from windlass.transports.registry import create_transport, parse_transport
 
 logger = logging.getLogger(__name__)
@@ -397,7 +398,7 @@ class EngineRank:
             TransportUnavailable, RegionError: the transport cannot register this memory.
         """
         self._require_same(settings)
-        _, captured, hooks = self.required()
+        _, captured, _ = self.required()
         self.leave(LEAVE_DEADLINE_S)
         transport = create_transport(
             parse_transport(settings.transport),
@@ -405,8 +406,23 @@ class EngineRank:
             memory_at=captured.addresses[0] if captured.addresses else 0,
         )
         # Delete the record of the previous fleet: the new fleet fills the weights, and requests wait for its first version.
+        before = self._held_for, self._controller
         self._hold(None)
         self._controller = settings.controller
+        try:
+            self._client = self._connected(settings, rank, token, transport)
+        # This rank has left its fleet, and no update will fill its weights.
+        except BaseException:
+            cause, self._controller = before
+            self._hold(cause)
+            raise
+        self._has_joined = True
+
+    def _connected(
+        self, settings: AgentSettings, rank: int, token: str, transport: OneSidedTransport
+    ) -> EngineClient:
+        """Register the captured memory with `transport`, and connect to the controller; raises as `join` does."""
+        _, captured, hooks = self.required()
         begun = time.perf_counter()
         sizes = [parameter.nbytes for parameter in captured.manifest.parameters]
         spans = zip(captured.addresses, sizes, strict=True)
@@ -415,7 +431,7 @@ class EngineRank:
         allocation = None if self.sleep.is_enabled else allocation_of
         regions = transport.register_all(stretches(spans, allocation))
         # For a repacked parameter, `captured.addresses` has the address of the buffer that updates write.
-        self._client = EngineClient(
+        return EngineClient(
             EngineWeights(
                 manifest=captured.manifest,
                 addresses=captured.addresses,
@@ -437,7 +453,6 @@ class EngineRank:
             sleeper=hooks if self.sleep.is_enabled else None,
             on_held=self._hold if rank == 0 else None,
         )
-        self._has_joined = True
 
     def _hold(self, cause: HoldCause | None) -> None:
         """Record for the server why its engine stays paused; None if it does not. The agent of rank 0 calls this.
