@@ -46,6 +46,9 @@ class Scheduler:
     def get_kv_connector(self) -> object | None:
         return self.connector
 
+    def finish_requests(self, _names: None, status: str) -> list[str]:
+        return [status]
+
 
 class Core:
     """The used part of an EngineCore. Its loop is a thread that takes calls from the queue."""
@@ -78,6 +81,9 @@ class Core:
 
     def _process_engine_step(self) -> None:
         self.given_out.append((self.batch_queue.pop(), self.scheduler.pause_state))
+
+    def _send_abort_outputs(self, ended: list[str]) -> None:
+        self.given_out += [(status, self.scheduler.pause_state) for status in ended]
 
     def set_weight_version(self, version: str) -> None:
         self.weight_version = version
@@ -158,11 +164,13 @@ class KVCacheManager:
 @pytest.fixture
 def patched(monkeypatch: pytest.MonkeyPatch) -> Iterator[PatchedCore]:
     """Yield a core in a process with modules of a vLLM that stamps tokens itself (0.32)."""
-    interface, engine, manager = (
+    interface, engine, manager, requests = (
         ModuleType("vllm.v1.core.sched.interface"),
         ModuleType("vllm.v1.engine.core"),
         ModuleType("vllm.v1.core.kv_cache_manager"),
+        ModuleType("vllm.v1.request"),
     )
+    vars(requests)["RequestStatus"] = SimpleNamespace(FINISHED_ABORTED="aborted")
     vars(interface)["PauseState"] = PauseState
     vars(engine).update(EngineCore=PatchedCore, EngineCoreProc=PatchedCore)
     vars(manager)["KVCacheManager"] = KVCacheManager
@@ -170,7 +178,7 @@ def patched(monkeypatch: pytest.MonkeyPatch) -> Iterator[PatchedCore]:
     for name in ("set_weight_version", "collective_rpc"):
         monkeypatch.setattr(PatchedCore, name, vars(Core)[name], raising=False)
     places = ("vllm", "vllm.v1", "vllm.v1.core", "vllm.v1.core.sched", "vllm.v1.engine")
-    for module in (*map(ModuleType, places), interface, engine, manager):
+    for module in (*map(ModuleType, places), interface, engine, manager, requests):
         monkeypatch.setitem(sys.modules, module.__name__, module)
     keep_caches_apart.__wrapped__()
     made = PatchedCore()
@@ -220,11 +228,11 @@ def test_ended_requests_get_no_late_tokens_if_clients_choose_their_ids(
     """A client repeats an ended request. Its new request has the same id, and would get the tokens of the running batch."""
     monkeypatch.setenv(OWN_VERSIONS, "1")
     monkeypatch.setenv(CLIENTS_CHOOSE_IDS, setting)
-    monkeypatch.setattr(engine_core, "_abort_requests", lambda _core: None)
     patched.batch_queue += ["second", "first"]
     patched.blocked = lambda: 7
     patched.calls.call(QUIESCES, ["1.1", "10.0", ABORTS], None)
-    assert len(patched.given_out) == (2 if is_drained else 0)
+    drained = ["first", "second"] if is_drained else []
+    assert [name for name, _ in patched.given_out] == ["aborted", *drained]
 
 
 @pytest.mark.parametrize("identities", [["run/7", "run/7"], ["run/7", "run/8"], ["", ""]])
