@@ -717,6 +717,66 @@ async def test_an_engine_that_fails_ends_the_attempt_and_the_next_attempt_succee
     assert (rollout.value, len(rollout.turns), stats.retried) == (2, 1, 1)
 
 
+@pytest.mark.parametrize("raises", [False, True])
+async def test_a_block_that_ends_with_a_failed_request_fails_its_attempt(
+    folder: Path, raises: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    async with AsyncExitStack() as stack:
+        engine = await stack.enter_async_context(FakeEngine("engine"))
+        rig = Rig(stack, engine.url, folder)
+        asking: list[asyncio.Task[Any]] = []
+
+        async def agent(context: WorkflowContext) -> int:
+            engine.failing = context.attempt == 1
+            async with context.chat_endpoint() as session:
+                client = rig.client(session)
+                if context.attempt == 1:
+                    body = {"messages": [QUESTION]}
+                    asking.append(asyncio.create_task(client.ask("/chat/completions", body, 503)))
+                    # Leave the block before its cancellation.
+                    while session.is_open:  # noqa: ASYNC110 - the session has no event
+                        await asyncio.sleep(0)
+                    if raises:
+                        raise OSError("clean-up")
+            return context.attempt
+
+        rollout = await rig.run(agent)
+        await asking[0]
+    assert rollout.value == 2
+    assert "clean-up" not in caplog.text
+
+
+async def test_a_failed_session_accepts_no_reward(folder: Path) -> None:
+    statuses: list[int] = []
+    refused: list[BaseException | None] = []
+    async with AsyncExitStack() as stack:
+        engine = await stack.enter_async_context(FakeEngine("engine"))
+        rig = Rig(stack, engine.url, folder)
+
+        async def agent(context: WorkflowContext) -> int:
+            engine.failing = context.attempt == 1
+            async with context.chat_endpoint() as session:
+                client = rig.client(session)
+                url = f"{session.base_url}/sessions/{session.session_id}/reward"
+                asking = asyncio.create_task(client.chat([QUESTION]))
+                try:
+                    await asyncio.wait({asking})
+                    if engine.failing:
+                        await asyncio.sleep(WITHIN_S)
+                finally:
+                    await asyncio.wait({asking})
+                    refused.append(asking.exception())
+                    # The agent is told that its reward counts only if it does.
+                    body = {"reward": 1.0}
+                    async with rig.http.post(url, json=body, headers=client.headers) as answer:
+                        statuses.append(answer.status)
+            return context.attempt
+
+        rollout = await rig.run(agent)
+    assert (rollout.value, statuses) == (2, [401, 200])
+    assert [error is None for error in refused] == [False, True]
+
+
 async def test_a_request_that_the_engine_refuses_fails_alone(rig: Rig) -> None:
     async def agent(context: WorkflowContext) -> str:
         async with context.chat_endpoint() as session:

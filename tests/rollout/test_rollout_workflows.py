@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import math
 import os
@@ -451,6 +452,23 @@ async def test_a_conversation_over_too_many_versions_ends_as_configured(
     assert engine.num_requests == 3 * runs
     stats = rig.controller.stats()
     assert (stats.stopped_early, stats.dropped, stats.failed, stats.lost) == (runs, 1, 0, 0)
+
+
+async def test_a_workflow_that_continues_after_a_turn_that_is_too_old_has_no_such_turn(
+    rig: Rig,
+) -> None:
+    rig.policy = StalenessPolicy(1, 8, 8, on_stale=OnStale.DROP)
+    (engine,) = await rig.start()
+
+    async def careless(context: WorkflowContext) -> None:
+        for version in (0, 2, 1):
+            engine.version = version
+            with contextlib.suppress(RolloutError):
+                await context.generate((7,))
+
+    rig.controller.run_here({"careless": careless})
+    rollout = await rig.controller.submit_workflow("careless", None, SAMPLING)
+    assert rollout.versions == (0, 0, 1, 1)
 
 
 async def test_evaluation_uses_none_of_the_bound_of_training(rig: Rig) -> None:

@@ -141,11 +141,11 @@ class WorkflowContext:
         )
         answer = await generate(self._session, call, watch)
         turn = Turn(call.prompt_ids, answer.tokens, answer.finish_reason)
-        self.turns.append(turn)
-        self._made[id(turn.prompt_ids), id(turn.output)] = turn
         if answer.tokens.versions:
             log_fields(version=answer.tokens.versions[-1])
             self._check_age(answer.tokens.versions)
+        self.turns.append(turn)
+        self._made[id(turn.prompt_ids), id(turn.output)] = turn
         return turn
 
     def _plain_turns(self) -> tuple[Turn, ...]:
@@ -285,12 +285,13 @@ class WorkflowContext:
     def _check_age(self, versions: Sequence[int]) -> None:
         """Record the versions of new tokens. Raise `TooOld` if the rollout's versions differ by more than `max_staleness`."""
         known, limit = (*self._versions, *versions), self._task.max_staleness
-        oldest, newest = self._versions = min(known), max(known)
+        oldest, newest = min(known), max(known)
         if limit is not None and newest - oldest > limit:
             raise TooOld(
                 f"workflow {self._task.workflow}: weight versions of a rollout must differ by at most "
                 f"max_staleness={limit}, got {oldest} to {newest}"
             )
+        self._versions = oldest, newest
 
 
 def _chat(messages: Sequence[Message] | Chat, tools: Sequence[Mapping[str, object]]) -> Chat:

@@ -451,6 +451,9 @@ class ChatServer:
                 raise ApiError(409, text, "reward_exists")
         else:
             session = self._session_of(http)
+            if session.reward is None:
+                # The attempt has failed, and its workflow cleans up.
+                session.check_open()
             # Refuse the metadata now: the agent cannot correct it after the session has ended.
             value = {**session.result(), "reward": given.reward, "metadata": given.metadata}
             encode_value("reward: metadata", value)

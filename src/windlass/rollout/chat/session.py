@@ -259,20 +259,21 @@ class ChatSession:
 
         Raises:
             RolloutError: a request failed in a way that ends the attempt. The block is cancelled, and the `with` statement
-                raises this error.
+                raises this error, even if the block has ended or its clean-up raises another error.
         """
         self.is_open = True
         try:
             async with self._guard:
                 yield self
-        except TimeoutError:
+        except Exception:
             if self._failure is None:
                 raise
-            raise self._failure from None
         finally:
             self._close()
             if self._jobs:
                 await asyncio.wait(self._jobs)
+        if self._failure is not None:
+            raise self._failure
 
     def _close(self) -> None:
         """Refuse later requests, and cancel running requests."""
@@ -476,8 +477,13 @@ class ChatSession:
         return msgspec.structs.replace(sampling, max_new_tokens=most, min_new_tokens=least)
 
     def _failed(self, error: RolloutError) -> ApiError:
-        """End the attempt: `running` then raises `error` in the workflow. Return an HTTP error for the agent."""
+        """End the attempt: `running` then raises `error` in the workflow. Return an HTTP error for the agent.
+
+        An error of a request that outlived its session does not matter to the attempt.
+        """
         if self._failure is None:
+            if not self.is_open:
+                return session_ended()
             self._failure = error
             self.is_open = False
             self._guard.reschedule(asyncio.get_running_loop().time())
