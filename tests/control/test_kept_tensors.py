@@ -341,7 +341,9 @@ async def check_newcomer(
 
 
 @contextmanager
-def agent_of(model: torch.nn.Module) -> Iterator[tuple[EngineAgent, Callable[..., None]]]:
+def agent_of(
+    model: torch.nn.Module, *, mixed_weights: bool = False
+) -> Iterator[tuple[EngineAgent, Callable[..., None]]]:
     """Yield the agent of an engine, and a function that binds a plan in which the engine keeps some tensors."""
     manifest = describe_module(model, "engine/0", Role.ENGINE)
     source = describe_module(model, "trainer/0", Role.TRAINER)
@@ -350,7 +352,7 @@ def agent_of(model: torch.nn.Module) -> Iterator[tuple[EngineAgent, Callable[...
     spans = zip(addresses, manifest.parameters, strict=True)
     regions = [transport.register(address, spec.nbytes) for address, spec in spans]
     receiver = Receiver(transport, manifest, addresses, regions)
-    agent = EngineAgent(receiver, RestingEngine())
+    agent = EngineAgent(receiver, RestingEngine(), mixed_weights=mixed_weights)
 
     def bind(epoch: int, *kept: str) -> None:
         plan = plan_transfer([source], [manifest.without(kept)])
@@ -377,6 +379,17 @@ def test_tensor_that_may_be_of_two_versions_cannot_be_kept() -> None:
         agent.handle(Publish(1, 1.0, ""), epoch=4, round_number=5)
         assert agent.unwritten == {"down.weight"}
         bind(6, "up.bias")
+
+
+def test_new_agent_of_an_engine_with_mixed_weights_cannot_keep_tensors() -> None:
+    """An agent of an earlier process has left a server without Windlass in the middle of an update."""
+    with agent_of(Text(), mixed_weights=True) as (agent, bind):
+        with pytest.raises(PlanError, match=r"'up.bias' of engine/0 must have whole values"):
+            bind(1, "up.bias")
+        bind(2)
+        agent.handle(Publish(1, 1.0, ""), epoch=2, round_number=3)
+        assert not agent.mixed_weights
+        bind(4, "up.bias")
 
 
 def test_driven_round_writes_kept_tensors() -> None:

@@ -137,6 +137,7 @@ class EngineAgent:
         on_held: function that gets the cause if the engine stays paused after a round or after the loss of the
             controller's connection, and None before the engine resumes. None to call nothing.
         buffered: see `EngineWeights`.
+        mixed_weights: see `EngineWeights`.
         num_ranks: number of ranks of the engine.
 
     Attributes:
@@ -157,6 +158,7 @@ class EngineAgent:
         used_nbytes: Callable[[], int] | None = None,
         on_held: Callable[[HoldCause | None], None] | None = None,
         buffered: Collection[str] = (),
+        mixed_weights: bool = False,
         num_ranks: int = 1,
     ) -> None:
         self._num_ranks = num_ranks
@@ -182,7 +184,7 @@ class EngineAgent:
         self.served_version, self.lineage = -1, ""
         self.unwritten: frozenset[str] = frozenset()
         self._is_stamped = True
-        self._mixed_weights = False
+        self._mixed_weights = mixed_weights
         # Whether the current round may already have changed live weights of this rank, or of another rank of its engine.
         self._open_to_writes = False
         # Whether a source may have ended during a write whose bytes may still arrive.

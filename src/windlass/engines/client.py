@@ -42,6 +42,8 @@ class EngineWeights:
             keep tensors in these parameters (`keep` of `connect_trainer`).
         rounded: tensor -> dtype to which the engine rounds the values that it has received, in the parameter itself.
             Engines that do not round in the same way do not catch up from this engine.
+        mixed_weights: whether the values may be of two versions, because an earlier process of Windlass left the engine in
+            the middle of an update. The engine then serves nothing before the next version.
     """
 
     manifest: ShardManifest
@@ -51,6 +53,7 @@ class EngineWeights:
     remote: RemoteMemory | None = None
     buffered: Collection[str] = ()
     rounded: Mapping[str, DType] = field(default_factory=dict)
+    mixed_weights: bool = False
 
 
 @final
@@ -130,6 +133,7 @@ class EngineClient(Closing):
                 used_nbytes=partial(used_nbytes, ordinal),
                 on_held=on_held,
                 buffered=weights.buffered,
+                mixed_weights=weights.mixed_weights,
                 num_ranks=world_size,
             )
             undo.callback(agent.close)

@@ -188,6 +188,7 @@ def _joined(
                     addresses=memory.copies,
                     regions=(memory.arena.region,),
                     remote=memory,
+                    mixed_weights=not is_whole,
                 ),
                 transport=window,
                 hooks=OutsideHooks(server, rank, table),
