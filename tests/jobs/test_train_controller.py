@@ -45,7 +45,9 @@ GROUPS = [[sample(0.25), sample(0.5)], [sample(1.0), sample(2.0)], [sample(4.0),
 
 
 @asynccontextmanager
-async def trainers(tmp_path: Path, how: str) -> AsyncIterator[TrainController]:
+async def trainers(
+    tmp_path: Path, how: str, collective_s: float = 90.0
+) -> AsyncIterator[TrainController]:
     server = ControlServer(host="127.0.0.1", port=0, token=TOKEN)
     batches = BatchQueue()
     async with LocalScheduler(tmp_path / "logs") as scheduler:
@@ -60,12 +62,20 @@ async def trainers(tmp_path: Path, how: str) -> AsyncIterator[TrainController]:
         server.add_routes([web.post("/v1/batches/tensors", batches.serve_tensors)])
         await server.start()
         try:
-            await controller.start(server.url, deadline_s=60)
+            await controller.start(server.url, deadline_s=60, collective_s=collective_s)
             yield controller
         finally:
             await controller.close(grace_s=5)
             await server.close()
             batches.close()
+
+
+async def test_timeout_of_collectives_does_not_depend_on_the_deadline_of_the_start(
+    tmp_path: Path,
+) -> None:
+    async with trainers(tmp_path, "raise", collective_s=3.0) as controller:
+        with pytest.raises(TrainerError, match="Timed out waiting"):
+            await controller.call("wait", 6.0, deadline_s=60)
 
 
 async def test_groups_are_distributed_to_ranks_until_one_raises(
@@ -155,7 +165,7 @@ async def check_operations(controller: TrainController) -> None:
         with pytest.raises(
             ConfigError,
             match=rf"got '{name}', which is missing on {lacking}; every rank has: "
-            r"\['outputs', 'own store', 'too few', 'twice', 'who'\]",
+            r"\['outputs', 'own store', 'too few', 'twice', 'wait', 'who'\]",
         ):
             await controller.call(name, "true", deadline_s=30)
     with pytest.raises(ConfigError, match="argument: must be msgpack-plain, got object"):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import sys
+import time
 from collections.abc import Mapping, Sequence
 from datetime import timedelta
 
@@ -58,6 +59,13 @@ def own_store(port: int) -> str:
     return str(store.get("name").decode())
 
 
+def wait_for_rank_1(seconds: float) -> None:
+    """Rank 1 enters a collective this late."""
+    if torch.distributed.get_rank():
+        time.sleep(seconds)
+    torch.distributed.barrier()
+
+
 if __name__ == "__main__":
     torch.set_num_threads(1)
     fsdp = FsdpEngine(
@@ -75,6 +83,7 @@ if __name__ == "__main__":
             ).tolist(),
             "who": lambda suffix: f"rank {torch.distributed.get_rank()}{suffix}",
             "own store": own_store,
+            "wait": wait_for_rank_1,
             **({"only here": own_store} if os.environ["RANK"] == "0" else {}),
             "too few": lambda rows: [],
             "twice": lambda given: {name: given[name] + given[name] for name in given},

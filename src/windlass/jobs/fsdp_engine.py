@@ -41,13 +41,14 @@ def start_process_group(context: TrainContext, backend: str, device: torch.devic
     The ranks meet at the TCP store that rank 0 already serves (see `TrainContext.store_host`).
 
     Args:
-        context: argument of `TrainEngine.setup`; its deadline is also the timeout of later collectives.
+        context: argument of `TrainEngine.setup`.
         backend: backend of torch.distributed.
         device: torch device of the model; a CUDA device without an index is the first GPU that this rank sees.
     """
-    timeout = timedelta(seconds=context.deadline_s)
+    deadline = timedelta(seconds=context.deadline_s)
+    timeout = timedelta(seconds=context.collective_s)
     store = dist.TCPStore(  # type: ignore[attr-defined]
-        context.store_host, context.store_port, is_master=False, timeout=timeout
+        context.store_host, context.store_port, is_master=False, timeout=deadline
     )
     dist.init_process_group(
         backend, store=store, rank=context.rank, world_size=context.world_size, timeout=timeout

@@ -830,7 +830,11 @@ class Job:
         """
         deadline_s = self._config.start_deadline_s
         self._has_weights = False
-        await self._trainers.start(self.controller.url, deadline_s=deadline_s)
+        trainer = self._config.trainer
+        collective_s = max(deadline_s, trainer.step_deadline_s, trainer.publish_deadline_s)
+        await self._trainers.start(
+            self.controller.url, deadline_s=deadline_s, collective_s=collective_s
+        )
         num_groups, size = self._config.rollout.groups_per_step, self._trainers.data_parallel_size
         if num_groups < size:
             raise ConfigError(

@@ -22,6 +22,7 @@ from windlass.jobs.call_values import decode_call_value, encode_call_value
 from windlass.jobs.results import StepResult
 from windlass.jobs.schedulers.base import ProcessSpec, Scheduler
 from windlass.jobs.train_worker import (
+    COLLECTIVE_S,
     MAX_MESSAGE_NBYTES,
     RANK_FRAMES,
     Done,
@@ -240,7 +241,9 @@ class TrainController:
 
     # --- calls -------------------------------------------------------------------------------
 
-    async def start(self, url: str, *, deadline_s: float) -> None:
+    async def start(
+        self, url: str, *, deadline_s: float, collective_s: float = COLLECTIVE_S
+    ) -> None:
         """Start all ranks, wait until they have connected, and call `TrainEngine.setup` on each.
 
         First end the ranks of an earlier call, and clear their failure. The new ranks do not load a checkpoint; see
@@ -250,6 +253,8 @@ class TrainController:
         Args:
             url: URL of the server on which this object is mounted, as the ranks can reach it.
             deadline_s: seconds for the whole call.
+            collective_s: timeout of the ranks' collectives. It should not be shorter than the deadlines of later calls,
+                because a rank may wait in a collective for a slower rank.
 
         Raises:
             ConfigError: the scheduler cannot start the processes.
@@ -277,7 +282,7 @@ class TrainController:
         joins = [asyncio.create_task(rank.joined.wait()) for rank in self._ranks]
         await self._wait_for_all(joins, deadline)
         left_s = max(deadline.remaining_s, 0.1)
-        setup = Setup(*self._store, left_s, self._sampling)
+        setup = Setup(*self._store, left_s, self._sampling, collective_s)
         answers = await self._collective([setup] * len(self._ranks), left_s)
         for rank, done in zip(self._ranks, answers, strict=True):
             if not 0 <= done.data_parallel_rank < done.data_parallel_size <= len(self._ranks):

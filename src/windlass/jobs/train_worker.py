@@ -39,6 +39,8 @@ RECONNECT_DEADLINE_S = 30.0
 """Seconds without a reachable controller after which a rank ends; also its longest wait to send its last answer."""
 STORE_DEADLINE_S = 300.0
 """Timeout of the TCP store that rank 0 serves."""
+COLLECTIVE_S = 600.0
+"""Default timeout in seconds of the collectives of trainer ranks."""
 JOINS_STORE = {"TORCHELASTIC_USE_AGENT_STORE": "True", "TORCHELASTIC_RESTART_COUNT": "0"}
 """Environment variables that make torch join the job's store. The restart count is a prefix of the store's keys."""
 LOGPROB_DIFFERENCE = "logprob_difference"
@@ -89,6 +91,7 @@ class Setup(msgspec.Struct, frozen=True, tag="setup"):
     store_port: int
     deadline_s: float
     sampling: SamplingParams | None = None
+    collective_s: float = COLLECTIVE_S
 
 
 class TakeTensors(msgspec.Struct, frozen=True, tag="take_tensors"):
@@ -197,9 +200,10 @@ class TrainContext:
             with `is_master=False`.
         controller: address of the controller, for `connect_trainer`.
         token: this rank's token for the controller.
-        deadline_s: seconds within which `setup` must end; also the timeout for the process group.
+        deadline_s: seconds within which `setup` must end. This time is short if other ranks connected late.
         sampling: sampling parameters of the job's rollouts, for a check of the rollouts' log-probabilities. None if the
             parameters are unknown.
+        collective_s: timeout of the process group.
     """
 
     rank: int
@@ -210,6 +214,7 @@ class TrainContext:
     token: str
     deadline_s: float
     sampling: SamplingParams | None = None
+    collective_s: float = COLLECTIVE_S
 
 
 class TrainEngine(Protocol):
@@ -456,7 +461,7 @@ class TrainWorker(Client[TrainCommand, TrainResult, Welcome]):
         """
         engine = self._engine
         match call.command:
-            case Setup(store_host=host, store_port=port, deadline_s=deadline_s, sampling=sampling):
+            case Setup(store_host=host, store_port=port) as setup:
                 context = TrainContext(
                     rank=self._joined.rank,
                     world_size=self._joined.world_size,
@@ -464,8 +469,9 @@ class TrainWorker(Client[TrainCommand, TrainResult, Welcome]):
                     store_port=port,
                     controller=self._url,
                     token=self._token,
-                    deadline_s=deadline_s,
-                    sampling=sampling,
+                    deadline_s=setup.deadline_s,
+                    sampling=setup.sampling,
+                    collective_s=setup.collective_s,
                 )
                 set_values({"MASTER_ADDR": host, "MASTER_PORT": str(port), **JOINS_STORE})
                 try:
