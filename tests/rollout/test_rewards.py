@@ -222,6 +222,34 @@ async def test_function_may_be_async(tmp_path: Path) -> None:
     assert str(found[4]) == "rollout task-4: no reward within 2 s"
 
 
+ALARM_FUNCTION = """
+    import signal, time
+
+    def too_long(*_):
+        raise TimeoutError
+
+    signal.signal(signal.SIGALRM, too_long)
+
+    def reward(rollout):
+        try:
+            if rollout.metadata == "quick":
+                signal.setitimer(signal.ITIMER_REAL, 0.3)
+                return sum(rollout.output_ids)
+            time.sleep(0.6)
+            return sum(rollout.output_ids)
+        except TimeoutError:
+            return 0.0
+"""
+
+
+async def test_alarm_of_an_earlier_rollout_changes_no_reward(tmp_path: Path) -> None:
+    config = ProcessRewards(file=write(tmp_path, ALARM_FUNCTION), num_processes=1)
+    async with RewardPool(config) as pool:
+        found = await pool.score(rollouts(["quick", "slow", "quick", "slow"]))
+        assert pool.counts.replaced == 0
+    assert found == tuple(map(expected, range(4)))
+
+
 async def test_error_without_a_valid_text_costs_only_its_rollout(tmp_path: Path) -> None:
     config = ProcessRewards(file=write(tmp_path), num_processes=1)
     async with RewardPool(config) as pool:

@@ -118,9 +118,13 @@ def _score(
     """
     process_id = os.getpid()
     try:
-        value = function(rollout)
-        if isinstance(value, Awaitable):
-            value = runner.run(_result(value))
+        try:
+            value = function(rollout)
+            if isinstance(value, Awaitable):
+                value = runner.run(_result(value))
+        finally:
+            # An alarm that the function has not cancelled would interrupt the score of a later rollout.
+            signal.setitimer(signal.ITIMER_REAL, 0)
         if os.getpid() != process_id:
             sys.exit()
         return Scored(plain_number("reward", value))
