@@ -7,7 +7,6 @@ ends; the outputs are `WriteBatch`es. The digest of a link covers all its ops in
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Collection, Iterator, Sequence
 from concurrent.futures import Executor
 from dataclasses import dataclass
@@ -19,6 +18,7 @@ from windlass.errors import PlanError
 from windlass.layout.columns import UInt64Array
 from windlass.memory.ops import OWN_WORK_S, LinkDigests, LinkPack, MemoryOps
 from windlass.memory.packing import ALIGNMENT, PackedPart, aligned
+from windlass.memory.ranges import Pieces
 from windlass.planning.program import BoundOp, LinkProgram
 from windlass.transfer.arena import Arena, ArenaSlot
 from windlass.transfer.bindings import DestinationBinding
@@ -213,8 +213,10 @@ class Packer:
 
         `pack` has packed this link, or a link with the same payload to another destination.
         """
-        packed = [self._packed(program, peer, turn) for turn in pack.turns]
-        return (*self._direct(program, peer), *itertools.chain.from_iterable(packed))
+        packed = (_packed(program, peer, turn) for turn in pack.turns)
+        found = zip(self._direct(program, peer), *packed, strict=True)
+        columns = (np.concatenate(column) for column in found)
+        return tuple(batches_to(self._transport, peer.binding, *columns))
 
     def ring(self, program: LinkProgram, peer: Peer) -> Iterator[WriteBatch]:
         """Yield the writes of a link, and pack its payload alternately into the two halves of the arena.
@@ -224,7 +226,7 @@ class Packer:
         This method computes no digest; `hash_links` computes the digest of the link.
         """
         self.memory.settle(OWN_WORK_S)
-        yield from self._direct(program, peer)
+        yield from batches_to(self._transport, peer.binding, *self._direct(program, peer))
         key = program.peer, -1
         if key not in self._packs:
             nbytes = self.slot.nbytes // 2 & -ALIGNMENT
@@ -238,27 +240,18 @@ class Packer:
         pack = self._packs[key]
         for turn, parts in enumerate(pack.turns):
             pack.pack(turn, OWN_WORK_S)
-            yield from self._packed(program, peer, parts)
+            yield from batches_to(self._transport, peer.binding, *_packed(program, peer, parts))
 
     def _least(self, program: LinkProgram) -> int:
         return aligned(self.memory.least_pack_nbytes(program))
 
-    def _direct(self, program: LinkProgram, peer: Peer) -> Iterator[WriteBatch]:
+    def _direct(self, program: LinkProgram, peer: Peer) -> Pieces:
         runs = program.direct
-        return batches_to(
-            self._transport,
-            peer.binding,
+        return (
             self._sources[runs.src_parameter] + runs.src_offset.astype(np.uint64),
             peer.targets[runs.dst_parameter] + runs.dst_offset.astype(np.uint64),
             runs.nbytes.astype(np.uint64),
         )
-
-    def _packed(
-        self, program: LinkProgram, peer: Peer, parts: Sequence[PackedPart]
-    ) -> Iterator[WriteBatch]:
-        rows = [(p.address, peer.address_of(program.ops[p.op]) + p.start, p.nbytes) for p in parts]
-        columns = map(np.ascontiguousarray, np.array(rows, np.uint64).reshape(-1, 3).T)
-        return batches_to(self._transport, peer.binding, *columns)
 
     @staticmethod
     def _places(
@@ -288,3 +281,10 @@ class Packer:
         digests, self._digests = self._digests, None
         if digests is not None:
             digests.close()
+
+
+def _packed(program: LinkProgram, peer: Peer, parts: Sequence[PackedPart]) -> Pieces:
+    """Return the addresses of packed parts here and at the peer, and their sizes."""
+    rows = [(p.address, peer.address_of(program.ops[p.op]) + p.start, p.nbytes) for p in parts]
+    local, remote, nbytes = np.ascontiguousarray(np.array(rows, np.uint64).reshape(-1, 3).T)
+    return local, remote, nbytes
