@@ -431,7 +431,10 @@ async def test_a_text_prompt_never_continues_an_answer_without_text(folder: Path
 
 async def test_a_list_with_one_prompt_is_this_prompt(rig: Rig) -> None:
     prompts: tuple[object, ...] = ("ab", ["ab"], [64, 65], [[64, 65]])
-    refused: tuple[object, ...] = (["a", "b"], [[64], [65]], [64, "b"], [[]], [""], [])
+    refused: tuple[object, ...] = (
+        *(["a", "b"], [[64], [65]], [64, "b"], [[]], [""], []),
+        *([-1], [1 << 31], [1 << 70], [[-1]]),
+    )
 
     async def agent(context: WorkflowContext) -> None:
         async with context.chat_endpoint() as session:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import msgspec
 
@@ -28,6 +28,8 @@ MAX_TOP = 20
 OUTPUT_LOGPROBS = "message.output_text.logprobs"
 """Entry in `include` of a response that asks for log-probabilities."""
 
+TokenId = Annotated[int, msgspec.Meta(ge=0, lt=1 << 31)]
+"""Token id; tokenizers raise errors for larger and for negative integers."""
 Role = Literal["system", "developer", "user", "assistant", "tool"]
 
 
@@ -167,7 +169,7 @@ class ChatRequest(CommonRequest, frozen=True, kw_only=True, forbid_unknown_field
 class CompletionRequest(CommonRequest, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Body of `POST /v1/completions`. The prompt is one text, the token ids of one prompt, or a list with one prompt."""
 
-    prompt: str | list[int | str | list[int]]
+    prompt: str | list[TokenId | str | list[TokenId]]
     max_tokens: int | None = None
     stop: str | list[str] | None = None
     n: int | None = None
