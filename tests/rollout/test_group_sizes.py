@@ -319,6 +319,28 @@ async def test_replaced_answers_of_returned_groups_do_not_wait_for_the_bound(
     assert [[each.attempts for each in group.rollouts] for group in groups] == [[1, 2], [1, 2]]
 
 
+async def test_replaced_answers_keep_their_place_beside_returned_groups() -> None:
+    """The bound admits two groups, and a step takes two. One returned group waits beside two incomplete groups."""
+    async with rig(max_staleness=0, batch_size=4, max_rejections=2) as made:
+        handles = []
+        for number in range(4):
+            handles.append(made.rollouts.submit_workflow_group("w", number, 2, SAMPLING))
+            await made.wait_for_starts(2 * number + 2)
+            made.end(*handles[-1].task_ids)
+            if number < 2:
+                await made.rollouts.next_batch(1, deadline_s=DEADLINE_S, keep=True)
+                made.rollouts.count_from(0)
+        await made.wait_until(lambda: len(made.rollouts.ready_ids()) == 2)
+        made.rollouts.return_groups()
+        await made.next_group()
+        replaced = [handle.task_ids[1] for handle in handles[2:]]
+        made.rollouts.replace(dict.fromkeys(replaced, "cannot be scored"))
+        await made.wait_for_starts(10)
+        made.end(*replaced)
+        groups = await made.rollouts.next_batch(3, deadline_s=DEADLINE_S)
+        assert [group.group_id for group in groups] == [1, 2, 3]
+
+
 async def test_groups_are_returned_only_if_they_were_kept() -> None:
     async with rig() as made:
         handle = made.rollouts.submit_workflow_group("w", None, 2, SAMPLING)

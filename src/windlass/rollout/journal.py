@@ -226,11 +226,6 @@ class PersistedState:
                 task.attempt, rejections=entry.rejections, resubmits=entry.resubmits
             )
 
-    def keeps_place(self, task: PersistedTask) -> bool:
-        """Return whether a rollout waits for an answer in place of a discarded answer of a delivered group."""
-        is_waiting = not task.running and task.outcome is None
-        return is_waiting and self.delivery_of(task.submission) > 0
-
     def delivery_of(self, submitted: Submitted) -> int:
         """Return the number of the delivery of a submission's group; 0 if the group was not delivered."""
         return max([self.tasks[task_id].delivery for task_id in self._left(submitted)])

@@ -194,7 +194,7 @@ class Lifecycle:
             record.is_returned = False
         for record in reversed(answered):
             self._policy.discard()
-            self._resubmit(record)
+            self._resubmit(record, with_group=True)
 
     def submit(self, work: Work, *, metadata: object = None) -> RolloutHandle:
         """Submit one rollout with a prompt or arguments that the caller has checked; see `RolloutController.submit`."""
@@ -273,7 +273,7 @@ class Lifecycle:
         self._policy.restore(
             start_version=started.start_version,
             version=started.version,
-            running=sum(task.running or persisted.keeps_place(task) for task in tasks.values()),
+            running=sum(task.running for task in tasks.values()),
             accepted=consumed + len(finished) - num_again,
             consumed=consumed,
         )
@@ -281,15 +281,13 @@ class Lifecycle:
         for task in tasks.values():
             record = records[task.task_id]
             state = _restore_record(record, task)
-            if persisted.keeps_place(task):
-                record.admitted, state = True, State.QUEUED
             self.add(record, state)
             if state is State.RUNNING:
                 self._start_timers(record)
             elif state is State.WAITING and task.attempt is not None:
                 waiting_again.append(record)
         for record in reversed(waiting_again):
-            self.table.move(record, State.WAITING, front=True)
+            self._wait(record)
         return groups
 
     def _admit(self, record: Record) -> None:
@@ -562,18 +560,17 @@ class Lifecycle:
             self.table.ready[group.group_id] = group
             self.ready.set()
 
-    def _resubmit(self, record: Record) -> None:
+    def _resubmit(self, record: Record, *, with_group: bool = False) -> None:
         """Discard the answer, and move the rollout to the front of the WAITING queue. Record this in the journal.
 
         The group is then no longer ready. The staleness policy no longer counts the rollout as running. The timer of the
         rollout's overall deadline is cancelled.
 
-        If an answer of the group is delivered again, move the rollout to the QUEUED rollouts, because more such answers may
-        wait than the staleness bound allows. In incomplete groups, they could otherwise use the bound up, so that none of
-        these groups would ever be complete.
+        Args:
+            record: the rollout.
+            with_group: whether the caller resubmits all rollouts of the group, so that no answer of the group waits.
         """
         self.table.ready.pop(record.group.group_id, None)
-        keeps_place = any(each.is_returned for each in record.group.records)
         if record.admitted:
             self._policy.release()
             record.admitted = False
@@ -582,12 +579,26 @@ class Lifecycle:
         record.is_returned = False
         record.partial = NOTHING
         record.stop_expiry()
+        if with_group:
+            self.table.move(record, State.WAITING, front=True)
+        else:
+            self._wait(record)
+        self._work_changed()
+
+    def _wait(self, record: Record) -> None:
+        """Move a rollout without an answer to the front of the WAITING queue.
+
+        If another rollout of its group has an answer or is admitted, and the staleness bound is full, admit the rollout in
+        place of its discarded answer. Groups that are delivered again may exceed the bound. Without this exception, answers of
+        incomplete groups could then use the bound up, so that none of these groups would ever be complete.
+        """
+        keeps_place = self._policy.is_full and any(
+            each.admitted or each.outcome is not None for each in record.group.records
+        )
         if keeps_place:
             self._policy.keep_place()
             record.admitted = True
-        state = State.QUEUED if keeps_place else State.WAITING
-        self.table.move(record, state, front=True)
-        self._work_changed()
+        self.table.move(record, State.QUEUED if keeps_place else State.WAITING, front=True)
 
     # --- too old -----------------------------------------------------------------------------
 

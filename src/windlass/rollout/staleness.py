@@ -107,16 +107,21 @@ class StalenessPolicy:
 
     def capacity(self) -> int:
         """Return the number of samples that may be admitted now; never negative."""
+        return max(0, min(self.max_concurrent - self.running, self._room()))
+
+    @property
+    def is_full(self) -> bool:
+        """True if no sample may be admitted before the trainer consumes samples or publishes a version."""
+        return self._room() < 1
+
+    def _room(self) -> int:
+        """Return the number of samples that both bounds admit; negative if more samples wait than they allow."""
         num_batches = self.max_staleness + self.version - self.start_version + 1
         by_version = self.start_consumed + num_batches * self.batch_size
         ahead = self.accepted - self.consumed + self.running
-        return max(
-            0,
-            min(
-                self.max_concurrent - self.running,
-                by_version - (self.accepted + self.running),
-                (self.max_staleness + 1) * self.batch_size - ahead,
-            ),
+        return min(
+            by_version - (self.accepted + self.running),
+            (self.max_staleness + 1) * self.batch_size - ahead,
         )
 
     def throws_away(self, versions: Sequence[int]) -> bool:
@@ -152,7 +157,7 @@ class StalenessPolicy:
         self.running += 1
 
     def keep_place(self) -> None:
-        """Count a sample as running that takes the place of a discarded answer. Do this also if the capacity is 0."""
+        """Count a sample as running in place of a discarded answer, whatever the capacity is."""
         self.running += 1
 
     def accept(self) -> None:
