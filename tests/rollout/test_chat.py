@@ -34,7 +34,13 @@ from windlass.rollout import (
 )
 from windlass.rollout.chat.conversations import WITHOUT_END, Conversations
 from windlass.rollout.chat.messages import NO_TOOLS, Message, Template, ToolCall
-from windlass.rollout.chat.requests import ChatRequest, Policy, chat_call
+from windlass.rollout.chat.requests import (
+    ChatRequest,
+    Policy,
+    ResponseRequest,
+    chat_call,
+    response_call,
+)
 from windlass.rollout.chat.tool_calls import PARSERS
 from windlass.rollout.text import ModelText
 
@@ -605,6 +611,31 @@ async def test_a_template_of_mistral_accepts_the_ids_of_calls(tmp_path: Path) ->
 
         rollout = await rig.run(agent, tool_format="mistral")
     assert (rollout.value, len(rollout.turns)) == ("The sum is 42.", 2)
+
+
+@pytest.mark.parametrize(
+    ("effort", "given", "found"),
+    [
+        (None, {}, {}),
+        ("low", {}, {"reasoning_effort": "low", "enable_thinking": True}),
+        ("none", {}, {"reasoning_effort": "none", "enable_thinking": False}),
+        (
+            "low",
+            {"enable_thinking": False, "x": 1},
+            {"reasoning_effort": "low", "enable_thinking": False, "x": 1},
+        ),
+    ],
+)
+def test_the_effort_of_reasoning_reaches_the_chat_template(
+    effort: str | None, given: dict[str, object], found: dict[str, object]
+) -> None:
+    body = {"messages": [QUESTION], "reasoning_effort": effort, "chat_template_kwargs": given}
+    call = chat_call(msgspec.convert(body, ChatRequest), Policy(SAMPLING))
+    assert call.template.arguments == found
+    if not given:
+        body = {"input": "x", "reasoning": {"effort": effort, "summary": None}}
+        call = response_call(msgspec.convert(body, ResponseRequest), Policy(SAMPLING), ())
+        assert call.template.arguments == found
 
 
 def test_a_demanded_call_becomes_a_json_schema() -> None:

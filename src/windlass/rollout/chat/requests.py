@@ -324,7 +324,8 @@ def chat_call(request: ChatRequest, policy: Policy) -> Call:
     """Convert a chat completion request to a `Call`; raise `ConfigError` if the endpoint cannot answer it."""
     messages = tuple(_message_of(message) for message in request.messages)
     tools = tuple(msgspec.to_builtins(tool) for tool in request.tools or ())
-    arguments = request.chat_template_kwargs or {}
+    given = request.chat_template_kwargs or {}
+    arguments = {**_effort_arguments(request.reasoning_effort), **given}
     check_template_arguments("chat_template_kwargs:", arguments)
     schema = request.response_format.required_schema() if request.response_format else None
     call_schema = _call_schema(tools, request.tool_choice)
@@ -410,7 +411,9 @@ def response_call(request: ResponseRequest, policy: Policy, previous: Sequence[M
         Call(
             (*begin, *previous, *new),
             sampling,
-            template=Template(tuple(tools)),
+            template=Template(
+                tuple(tools), _effort_arguments((request.reasoning or {}).get("effort"))
+            ),
             parses_tools=bool(tools) and request.tool_choice != "none",
             parallel_calls=request.parallel_tool_calls is not False,
             forced=call_schema is not None,
@@ -419,6 +422,13 @@ def response_call(request: ResponseRequest, policy: Policy, previous: Sequence[M
             new_messages=(*previous, *new),
         )
     )
+
+
+def _effort_arguments(effort: str | None) -> dict[str, object]:
+    """Return the arguments of the chat template for an effort of reasoning, as in vLLM."""
+    if effort is None:
+        return {}
+    return {"reasoning_effort": effort, "enable_thinking": effort != "none"}
 
 
 def _num_top(request: CommonRequest, *, logprobs: bool) -> int:
