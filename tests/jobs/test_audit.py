@@ -281,6 +281,23 @@ def test_sampled_sample_is_compared_where_it_has_the_most_probable_token(engine:
         asyncio.run(run(msgspec.structs.replace(SAMPLED, temperature=0.5), made))
 
 
+def test_sampled_sample_is_compared_with_the_end_tokens_that_its_answer_had(engine: str) -> None:
+    """Before `min_new_tokens`, stop tokens have no probability, and the other tokens have more. Half of all are stop tokens."""
+    ends = {"min_new_tokens": 3, "stop_token_ids": tuple(range(0, 64, 2)), "ignore_eos": False}
+    greedy, sampled = (msgspec.structs.replace(each, **ends) for each in (GREEDY, SAMPLED))
+    made, _ = generated(engine, greedy)
+
+    async def run(sampling: SamplingParams) -> Replay:
+        async with open_http(role_token(TOKEN, Access.CLIENT), to_controller=False) as http:
+            return await replay(http, engine, made, sampling)
+
+    found = asyncio.run(run(sampled))
+    assert found.num_compared == found.num_generated >= 6
+    assert found.largest_distance < 1e-5
+    with pytest.raises(ConfigError, match=r"regex must be '' unless the sampling is greedy"):
+        asyncio.run(run(msgspec.structs.replace(SAMPLED, regex="a+")))
+
+
 def test_sample_with_a_seed_is_generated_again(engine: str) -> None:
     seeded = msgspec.structs.replace(SAMPLED, sampling_seed=12345, temperature=0.7, top_p=0.9)
     made, found = generated(engine, seeded, num_turns=1)

@@ -22,8 +22,10 @@ REQUEST_DEADLINE_S = 600.0
 CHANGES_LOGPROBS = (
     *("temperature", "top_p", "top_k", "min_p", "repetition_penalty"),
     *("frequency_penalty", "presence_penalty", "logit_bias"),
+    *("json_schema", "regex", "ebnf", "choice"),
 )
-"""Sampling parameters that change the log-probabilities of a sample."""
+"""Sampling parameters that change the log-probabilities of a sample. A request for one token in the middle of an answer
+cannot repeat their effect."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,7 +114,7 @@ async def replay(
         found, wanted = (msgspec.structs.asdict(each)[name] for each in (sampling, neutral))
         if not is_exact and found != wanted:
             raise ConfigError(
-                f"replay: sampling.{name} must be {wanted} unless the sampling is greedy or seeded, got {found}; the "
+                f"replay: sampling.{name} must be {wanted!r} unless the sampling is greedy or seeded, got {found!r}; the "
                 "replay cannot compute the log-probabilities that this setting changes"
             )
     if not spans:
@@ -120,17 +122,22 @@ async def replay(
     # Engines round differently in larger batches. So send one request at a time if the tokens must be equal.
     slots = asyncio.Semaphore(1 if is_exact else MAX_REQUESTS)
 
+    begins = {number: span[0] for span in spans for number in range(*span)}
+
     async def ask(first: int, last: int) -> Partial:
+        # The engine gave end tokens no probability at the beginning of the answer.
+        has_no_end = first - begins[first] < sampling.min_new_tokens
+        keeps_ends = is_exact or has_no_end
         settings = msgspec.structs.replace(
             sampling,
             max_new_tokens=last - first,
-            min_new_tokens=min(sampling.min_new_tokens, last - first),
+            min_new_tokens=min(sampling.min_new_tokens, last - first) if keeps_ends else 0,
             temperature=sampling.temperature if is_seeded else 0.0,
             sampling_seed=seed if is_seeded else None,
             # A request for one recorded token must return a token even where the recorded answer ends.
-            ignore_eos=sampling.ignore_eos or not is_exact,
+            ignore_eos=sampling.ignore_eos or not keeps_ends,
             stop=sampling.stop if is_exact else (),
-            stop_token_ids=sampling.stop_token_ids if is_exact else (),
+            stop_token_ids=sampling.stop_token_ids if keeps_ends else (),
         )
         task = RolloutTask(
             task_id=f"replay-{first}",
