@@ -65,6 +65,33 @@ def test_a_recipe_continues_at_every_position(tmp_path: Path, position: int) -> 
     assert numbers(second, 100) == whole[position:]
 
 
+@pytest.mark.parametrize("changed", [{"seed": 1}, {"shuffle": False}])
+def test_an_epoch_keeps_its_order_if_the_settings_change(
+    changed: dict[str, Any], tmp_path: Path
+) -> None:
+    first = recipe_of(tmp_path)
+    begun = numbers(first, 10)[7:]
+    # The third job continues in the same epoch as the second.
+    second = recipe_of(tmp_path, **changed)
+    second.load(first.state())
+    begun += numbers(second, 2)
+    third = recipe_of(tmp_path, **changed)
+    third.load(second.state())
+    begun += numbers(third, 2)
+    assert begun == numbers(recipe_of(tmp_path), 14)[7:]
+    assert numbers(third, 7) == numbers(recipe_of(tmp_path, **changed), 21)[14:]
+
+
+def test_a_row_that_is_refused_is_named_by_its_number(tmp_path: Path) -> None:
+    recipe = recipe_of(tmp_path, shuffle=False)
+    file = tmp_path / "rows.jsonl"
+    lines = file.read_text(encoding="utf-8").split("\n\n")
+    file.write_text("\n".join([*lines[:3], '{"n": 3, "question": null}']), encoding="utf-8")
+    recipe.rows = load_rows(str(file))
+    with pytest.raises(ConfigError, match=r"row 3 of '.*rows.jsonl' \(from 0\): data.prompt must"):
+        numbers(recipe, 4)
+
+
 def test_a_position_of_another_data_set_is_refused(tmp_path: Path) -> None:
     state = recipe_of(tmp_path).state()
     with pytest.raises(ConfigError, match="must have the 7 rows that the checkpoint's data set ha"):

@@ -24,6 +24,8 @@ class DatasetRecipe(Recipe):
 
     _config: LaunchConfig
     _epoch = _index = 0
+    _loaded: tuple[int, bool, int] | None = None
+    """Epoch in which an earlier job ended, with the `shuffle` and `seed` of this epoch; None if the position was not loaded."""
 
     def check(self, config: LaunchConfig) -> None:
         """Store the settings, load the data sets, and make a task of each data set's first row.
@@ -108,25 +110,56 @@ class DatasetRecipe(Recipe):
             if data.epochs and epoch >= data.epochs:
                 return
             order: Sequence[int] = range(len(self.rows))
-            if data.shuffle:
-                order = random.Random(f"{data.seed}/{epoch}").sample(order, len(order))  # noqa: S311
+            is_shuffled, seed = self._order_of(epoch)
+            if is_shuffled:
+                order = random.Random(f"{seed}/{epoch}").sample(order, len(order))  # noqa: S311
             for index in range(self._index, len(order)):
                 # After the last row of an epoch, the position is the first row of the next epoch.
                 is_last = index + 1 == len(order)
                 self._epoch, self._index = (epoch + 1, 0) if is_last else (epoch, index + 1)
-                yield self.task(self.rows[order[index]])
+                yield self._task_of(order[index])
+
+    def _task_of(self, number: int) -> Task:
+        """Return the task of a row. If the row is refused, the error names its number."""
+        row = self.rows[number]
+        try:
+            return self.task(row)
+        except ConfigError as error:
+            raise ConfigError(f"row {number} of {self.data.path!r} (from 0): {error}") from error
+
+    def _order_of(self, epoch: int) -> tuple[bool, int]:
+        """Return whether an epoch is shuffled, and with which seed."""
+        if self._loaded is not None and self._loaded[0] == epoch:
+            return self._loaded[1:]
+        return self.data.shuffle, self.data.seed
 
     def state(self) -> object:
-        """Return the position after the newest task, and the number of rows; see `Recipe.state`."""
-        return {"epoch": self._epoch, "index": self._index, "num_rows": len(self.rows)}
+        """Return the position after the newest task, the order of its epoch, and the number of rows; see `Recipe.state`."""
+        is_shuffled, seed = self._order_of(self._epoch)
+        return {
+            "epoch": self._epoch,
+            "index": self._index,
+            "num_rows": len(self.rows),
+            "shuffle": is_shuffled,
+            "seed": seed,
+        }
 
     def load(self, state: Any) -> None:
-        """Set the position; see `Recipe.load`. Raise `ConfigError` if the data set's number of rows has changed."""
+        """Set the position; see `Recipe.load`.
+
+        An epoch that has begun keeps its order if `data.shuffle` or `data.seed` has changed; the next epoch has the new one.
+
+        Raises:
+            ConfigError: the data set's number of rows has changed.
+        """
         if (num_rows := len(self.rows)) != state["num_rows"]:
             raise ConfigError(
                 f"data.path must have the {state['num_rows']} rows that the checkpoint's data set had, got {num_rows}"
             )
         self._epoch, self._index = state["epoch"], state["index"]
+        # Checkpoints of earlier releases have no order.
+        if self._index and "seed" in state:
+            self._loaded = self._epoch, state["shuffle"], state["seed"]
 
     def evaluation_tasks(self) -> Iterable[Task]:
         """Return the tasks of all rows of evaluations."""
