@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import time
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack
@@ -14,6 +15,7 @@ from aiohttp import web
 from fake_engine import FakeEngine, expected_tokens
 
 from windlass.errors import RolloutError
+from windlass.layout.dtypes import DType
 from windlass.net.messages import PROTOCOL_VERSION, encode
 from windlass.net.server import ControlServer
 from windlass.rollout import (
@@ -42,6 +44,7 @@ from windlass.rollout.messages import (
     WorkerWelcome,
 )
 from windlass.rollout.pool import WorkerPool
+from windlass.rollout.tensors import HeldTensor, SampleTensor
 from windlass.rollout.worker import RolloutWorker, WorkerSettings
 
 SAMPLING = SamplingParams(max_new_tokens=3)
@@ -70,6 +73,7 @@ class PlayedWorker:
         self.cancelled: asyncio.Queue[AttemptKey] = asyncio.Queue()
         self.acknowledged: asyncio.Queue[int] = asyncio.Queue()
         self.numbers: asyncio.Queue[int] = asyncio.Queue()
+        self.released: asyncio.Queue[str] = asyncio.Queue()
         self.received = 0
 
     async def connect(self, *attempts: AttemptKey, incarnation: str = "i") -> None:
@@ -103,6 +107,8 @@ class PlayedWorker:
                         self.tasks.put_nowait(task)
                     for key in batch.cancelled:
                         self.cancelled.put_nowait(key)
+                    for released in batch.released:
+                        self.released.put_nowait(released)
                 case frame:
                     raise AssertionError(frame)
 
@@ -288,6 +294,38 @@ async def test_outcomes_that_cannot_be_used_now_are_not_acknowledged(
     assert (await handle).output_ids == (7,)
 
 
+async def test_tensors_of_outcomes_that_could_not_be_written_at_once_are_kept(
+    played: tuple[RolloutController, PlayedWorker], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    controller, worker = played
+    handle = controller.submit((1,), SAMPLING)
+    task = await worker.task()
+    held = HeldTensor("played", "i", "key", "digest")
+    tensor = SampleTensor(dtype=DType.FLOAT32, shape=(1, 9), held=held)
+    outcome = msgspec.structs.replace(
+        accepted(task.task_id, task.attempt, token=7), tensors={"experts": tensor}
+    )
+
+    def fail(_: RolloutJournal) -> None:
+        raise RolloutError("the disk is full")
+
+    with monkeypatch.context() as patch:
+        # The journal counts as usable until this write.
+        patch.setattr(RolloutJournal, "flush", fail)
+        with pytest.raises(TimeoutError):
+            await asyncio.wait_for(worker.deliver(1, outcome), 0.3)
+    assert (await handle).tensors["experts"].held == held
+    # The worker sends the outcome again. The controller ignores it, and still refers to the tensor.
+    assert await worker.deliver(1, outcome) == 1
+    del tensor, outcome
+    gc.collect()
+    with pytest.raises(TimeoutError):
+        await asyncio.wait_for(worker.released.get(), 0.3)
+    del handle
+    gc.collect()
+    assert await asyncio.wait_for(worker.released.get(), WITHIN_S) == "key"
+
+
 class PlayedController:
     """Controller that welcomes one worker and otherwise does only as the test tells it."""
 
@@ -361,7 +399,7 @@ async def test_a_timer_of_a_replaced_worker_does_not_remove_its_successor() -> N
     lost: list[str] = []
     pool = WorkerPool(
         RolloutConfig(worker_grace_s=0.01),
-        on_outcomes=lambda _: None,
+        on_outcomes=lambda _: True,
         on_lost=lambda _, reason: lost.append(reason),
         on_change=lambda: None,
         max_running=8,

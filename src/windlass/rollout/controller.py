@@ -697,13 +697,15 @@ class RolloutController:
         self._joined.notify()
         self._schedule_dispatch()
 
-    def _use(self, outcomes: Sequence[RolloutOutcome]) -> None:
+    def _use(self, outcomes: Sequence[RolloutOutcome]) -> bool:
         """Apply the outcomes of running attempts; ignore outcomes of all other attempts.
 
-        After this call has returned, the worker that sent the outcomes may drop them.
+        Returns:
+            Whether the journal contains the outcomes. If not, the worker that sent them must keep them: another controller
+            process would not know of them. If the worker sends them again, this process ignores them.
 
         Raises:
-            RolloutError: the journal cannot be written now; the worker must keep the outcomes.
+            RolloutError: the journal cannot be written now, so no outcome was applied.
         """
         self._journal.check()
         for outcome in outcomes:
@@ -713,8 +715,13 @@ class RolloutController:
                 continue
             self._pool.release(record.worker, record.task_id, record.attempt)
             self._life.end_attempt(record, outcome)
-        self._journal.flush()
         self._schedule_dispatch()
+        try:
+            self._journal.flush()
+        except RolloutError:
+            # The journal has logged the error, and writes again later.
+            return False
+        return True
 
     def _try_again(self, keys: Iterable[AttemptKey], reason: str) -> None:
         """Retry the rollouts of attempts that their workers have lost.

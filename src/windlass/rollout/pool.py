@@ -149,7 +149,7 @@ class LocalWorker(Worker):
         self,
         hello: WorkerHello,
         workflows: Mapping[str, Workflow],
-        on_outcomes: Callable[[Sequence[RolloutOutcome]], None],
+        on_outcomes: Callable[[Sequence[RolloutOutcome]], bool],
         on_end: Callable[[], None],
         token: str,
         chat: ChatSettings,
@@ -386,7 +386,7 @@ class WorkerPool:
     Args:
         config: limits, for example the time that the pool waits for a lost worker.
         on_outcomes: called with outcomes; an outcome may be passed more than once. If `on_outcomes` raises
-            RolloutError, the worker keeps the outcomes and sends them again.
+            RolloutError or returns False, the worker keeps the outcomes and sends them again.
         on_lost: called with attempts that no worker runs any more, and with the reason.
         on_change: called when a worker joins.
         max_running: largest number of attempts that run at a time, at all workers together. A worker that has
@@ -403,7 +403,7 @@ class WorkerPool:
     def __init__(
         self,
         config: RolloutConfig,
-        on_outcomes: Callable[[Sequence[RolloutOutcome]], None],
+        on_outcomes: Callable[[Sequence[RolloutOutcome]], bool],
         on_lost: Callable[[Iterable[AttemptKey], str], None],
         on_change: Callable[[], None],
         max_running: int,
@@ -578,7 +578,7 @@ class WorkerPool:
                 if frame.first > session.next_outcome:
                     return
                 try:
-                    self._on_outcomes(outcomes)
+                    is_recorded = self._on_outcomes(outcomes)
                 except RolloutError:
                     # Without an acknowledgement, the worker sends these outcomes again.
                     return
@@ -590,7 +590,8 @@ class WorkerPool:
                     if outcome.tensors:
                         self.references.watch(outcome.tensors)
                 self._ends.notify()
-                session.acknowledge(frame.last)
+                if is_recorded:
+                    session.acknowledge(frame.last)
             case Reply():
                 session.on_reply(frame.call_id, frame.result)
             case WorkerLeaving():
