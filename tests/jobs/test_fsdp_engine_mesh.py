@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+import math
 import os
 import signal
 import subprocess
@@ -57,10 +58,11 @@ WAYS: list[dict[str, Any]] = [
     # Each rank, or each micro-batch, uses another expert.
     {"name": "sparse", "groups": 4, "sparse": True, "save": "sparse"},
     {"name": "sparse_micro", "groups": 8, "sparse": True, "sizes": {"dp_replicate": 2}, "num_groups": 1},
+    {"name": "nan", "groups": 4, "nan": True, "max_grad_norm": 0.0, "steps": [0]},
     {"name": "sparse_after", "groups": 4, "sparse": True, "load": "sparse", "steps": [3]},
 ]  # fmt: skip
 for way in WAYS:
-    way |= {"max_grad_norm": NORM, "steps": way.get("steps", [0, 1, 2])}
+    way |= {"max_grad_norm": NORM, "steps": [0, 1, 2]} | way
 
 
 @pytest.fixture(scope="module")
@@ -167,6 +169,16 @@ def test_three_steps_on_a_mesh_equal_three_steps_in_one_process(
         for mine, expected in zip(rank["metrics"], metrics, strict=True):
             assert mine["grad_norm"] == pytest.approx(expected["grad_norm"], rel=1e-3)
             assert mine["loss"] == pytest.approx(expected["loss"], rel=1e-2)
+
+
+def test_gradients_that_are_not_clipped_have_a_norm_too(
+    found: dict[str, list[dict[str, Any]]],
+) -> None:
+    """A job neither publishes nor saves a step with a metric that is not finite."""
+    for rank in found["nan"]:
+        (metrics,) = rank["metrics"]
+        assert metrics["loss"] == 0
+        assert math.isnan(metrics["grad_norm"])
 
 
 def test_parameters_without_a_gradient_have_no_place_in_a_checkpoint(

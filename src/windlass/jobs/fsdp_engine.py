@@ -372,7 +372,7 @@ class FsdpEngine(TrainEngine):
 
         Returns:
             The mean loss and the other scalars that the loss function returns. Also `grad_norm`, the gradient norm
-            before clipping, if gradients are clipped; `lr`, the learning rate of this step, if there is a schedule; and
+            before clipping; `lr`, the learning rate of this step, if there is a schedule; and
             `LOGPROB_DIFFERENCE` in step 0.
         """
         if self._prepare is not None:
@@ -409,8 +409,7 @@ class FsdpEngine(TrainEngine):
         # All ranks report the same values.
         means = dict(zip(sorted(found), (totals / dist.get_world_size()).tolist(), strict=True))
         metrics = {"loss": means.pop("loss"), **means}
-        if self._max_grad_norm:
-            metrics["grad_norm"] = _clip(model.parameters(), self._max_grad_norm)
+        metrics["grad_norm"] = _clip(model.parameters(), self._max_grad_norm)
         optimizer.step()
         if self._lr_schedule is not None:
             metrics["lr"] = float(self._lr_schedule.get_last_lr()[0])
@@ -551,6 +550,8 @@ def _is_not_zero(grad: torch.Tensor | None) -> bool:
 def _clip(parameters: Iterator[torch.nn.Parameter], max_norm: float) -> float:
     """Scale the gradients so that their total norm is at most `max_norm`; return the total norm before the scaling.
 
+    Scale nothing if `max_norm` is 0.
+
     `torch.nn.utils.clip_grad_norm_` accepts only gradients of one device mesh. So this function computes the norm of the
     gradients of each mesh, and combines these norms.
     """
@@ -563,7 +564,9 @@ def _clip(parameters: Iterator[torch.nn.Parameter], max_norm: float) -> float:
     for found in of_mesh.values():
         norm = get_total_norm([each.grad for each in found if each.grad is not None])
         norms.append(norm.full_tensor() if isinstance(norm, DTensor) else norm)
+    if not norms:
+        return 0.0
     total = torch.linalg.vector_norm(torch.stack(norms))
-    for found in of_mesh.values():
+    for found in of_mesh.values() if max_norm else ():
         clip_grads_with_norm_(found, max_norm, total)
     return float(total)
