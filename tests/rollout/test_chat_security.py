@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import io
+import json
 import time
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack
@@ -233,6 +234,25 @@ async def test_requests_of_a_session_wait_and_too_many_are_refused_and_of_others
     await rig.client(other).ask("/chat/completions", BODY)
     await asyncio.gather(*asking)
     await client.ask("/chat/completions", BODY)
+
+
+async def test_a_client_that_reads_no_stream_holds_up_no_other_request(
+    rig: Rig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(server, "READ_DEADLINE_S", 1.0)
+    (session,) = await rig.sessions(1, max_requests=1)
+    parts = urlsplit(session.base_url)
+    reader, writer = await asyncio.open_connection(parts.hostname, parts.port)
+    # Each event has the name of the model, so the stream has more bytes than the buffers of the connection.
+    body = json.dumps({**BODY, "model": "m" * 500_000, "n": 16, "stream": True}).encode()
+    head = (
+        f"POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer {session.api_key}\r\n"
+        f"Content-Length: {len(body)}\r\n\r\n"
+    )
+    writer.write(head.encode() + body)
+    assert (await reader.read(12)).endswith(b"200")
+    await asyncio.wait_for(rig.client(session).ask("/chat/completions", BODY), 20)
+    writer.close()
 
 
 async def test_a_waiting_request_learns_that_its_session_has_ended(rig: Rig) -> None:

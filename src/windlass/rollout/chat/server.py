@@ -55,6 +55,8 @@ BODY_DEADLINE_S = 30.0
 """Seconds within which a client must send the body of a request."""
 STREAM_PING_S = 10.0
 """Seconds without data after which a stream gets a comment, so that clients and proxies do not end it."""
+READ_DEADLINE_S = 300.0
+"""Seconds after which a stream ends whose client reads nothing while the buffers of the connection are full."""
 MAX_CLAIM_S = 600.0
 """Longest time that an agent may wait for a rollout to claim."""
 MAX_WAITING_CLAIMS = 1024
@@ -565,8 +567,8 @@ async def _stream(
     """Call `reply`, and send its server-sent events to the client immediately.
 
     The stream begins with the first event, or with a comment if there is no event within `STREAM_PING_S`. An error
-    before the stream begins is answered with an HTTP status. If the client disconnects, cancel `reply`; this ends the
-    engine's generation.
+    before the stream begins is answered with an HTTP status. If the client disconnects or reads nothing, cancel `reply`;
+    this ends the engine's generation.
     """
     parts = asyncio.Queue[bytes]()
     job = asyncio.ensure_future(reply(parts.put_nowait))
@@ -584,11 +586,18 @@ async def _stream(
             is_last = part is END
             if is_last:
                 part = _last_event(job, has_begun=stream.prepared)
-            if not stream.prepared:
-                await stream.prepare(http)
-            await stream.write(part)
+            try:
+                async with asyncio.timeout(READ_DEADLINE_S):
+                    if not stream.prepared:
+                        await stream.prepare(http)
+                    await stream.write(part)
+                    if is_last:
+                        await stream.write_eof()
+            except TimeoutError:
+                if http.transport is not None:
+                    http.transport.abort()
+                return stream
             if is_last:
-                await stream.write_eof()
                 return stream
     finally:
         job.cancel()
