@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from stock_rank import DEADLINE_S, TEMPERATURE, VOCABULARY, groups_of, make_model
+from stock_rank import DEADLINE_S, TEMPERATURE, VOCABULARY, groups_of, make_model, masked
 
 from windlass.backends.collective_group import Rendezvous
 from windlass.errors import ConfigError
@@ -29,6 +29,8 @@ WAYS: dict[str, dict[str, Any]] = {
     "gspo": {"loss": "gspo", "advantages": "rloo", "gradient_checkpointing": True},
     # One rank has three micro-batches, and the other has four.
     "grpo": {"max_tokens": 24},
+    "grpo_masked": {},
+    "dapo_masked": {"loss": "dapo", "kl_coefficient": KL},
     "dr_grpo": {"loss": "dr_grpo", "old_policy": "trainer", "correction": "truncate"},
     "reinforce_pp": {"loss": "ppo", "advantages": "reinforce_pp", "max_tokens": 17},
 }
@@ -54,7 +56,7 @@ def found(
             name,
             {"model": model, "reference": reference, **COMMON, **way},
             stores[name].port,
-            {"steps": STEPS, "save": name == "dapo"},
+            {"steps": STEPS, "save": name == "dapo", "masked": name.endswith("masked")},
         )
         for name, way in WAYS.items()
     ]
@@ -106,6 +108,8 @@ def loss_of(
     tokens, sequences, divergences, gaps = [], [], [], []
     samples = [*itertools.chain(*groups)]
     for sample, a in zip(samples, advantages_of(name, groups), strict=True):
+        if not sample.num_trained:
+            continue
         new = logprobs_of(model, sample)
         old = torch.tensor(sample.logprobs)[list(sample.loss_mask)]
         ratio = (new - old).exp()
@@ -145,22 +149,26 @@ def test_two_ranks_train_as_one_process_without_batches(
     model, reference = (load(str(folder), dtype=torch.float32) for folder in models)
     optimizer = torch.optim.AdamW(model.parameters(), lr=RATE / 2, weight_decay=0.01)
     for step in STEPS:
-        loss, divergence, of_engine = loss_of(name, model, reference, groups_of(step))
+        groups = masked(groups_of(step)) if name.endswith("masked") else groups_of(step)
+        loss, divergence, of_engine = loss_of(
+            name.removesuffix("_masked"), model, reference, groups
+        )
         optimizer.zero_grad()
         loss.backward()  # type: ignore[no-untyped-call]
         norm = torch.nn.utils.clip_grad_norm_(model.parameters(), NORM)
         # The learning rate rises over one step of warm-up.
         optimizer.param_groups[0]["lr"] = RATE / 2 if step == 0 else RATE
         optimizer.step()
-        for rank in found[name]:
+        for number, rank in enumerate(found[name]):
             metrics = rank["metrics"][step]
             assert metrics["loss"] == pytest.approx(loss.item(), abs=1e-5)
             assert metrics["grad_norm"] == pytest.approx(float(norm), rel=1e-3)
             assert metrics["lr"] == pytest.approx(optimizer.param_groups[0]["lr"])
-            assert ("kl" in metrics) == (name == "dapo")
+            assert ("kl" in metrics) == name.startswith("dapo")
             assert metrics.get("kl", divergence) == pytest.approx(divergence, rel=1e-3)
             assert metrics["rollout_kl"] == pytest.approx(of_engine, rel=1e-3)
-            assert ("logprob_difference" in metrics) == (step == 0)
+            has_trained = not (number and name.endswith("masked"))
+            assert ("logprob_difference" in metrics) == (step == 0 and has_trained)
     for rank in found[name]:
         # A rank with fewer micro-batches than another repeats one of them, and not its whole batch.
         assert rank["largest"] <= WAYS[name].get("max_tokens", 100)

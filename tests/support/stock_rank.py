@@ -69,6 +69,19 @@ def groups_of(step: int) -> list[list[TrainingSample]]:
     return found
 
 
+def masked(groups: list[list[TrainingSample]]) -> list[list[TrainingSample]]:
+    """Return the groups without a trained token in those of rank 1, as if a recipe masks answers that were cut off."""
+    return [
+        [
+            msgspec.structs.replace(each, loss_mask=(False,) * len(each.output_ids))
+            if n % 2
+            else each
+            for each in group
+        ]
+        for n, group in enumerate(groups)
+    ]
+
+
 def work(
     rank: int, folder: Path, name: str, settings: dict[str, Any], port: int, rest: Any
 ) -> None:
@@ -94,9 +107,10 @@ def work(
         sizes.append(named["input_ids"].numel())
 
     trainer.engine.model.register_forward_pre_hook(note, with_kwargs=True)
-    metrics = [
-        dict(trainer.train_step(step, groups_of(step)[rank::WORLD_SIZE])) for step in rest["steps"]
-    ]
+    metrics = []
+    for step in rest["steps"]:
+        groups = masked(groups_of(step)) if rest.get("masked") else groups_of(step)
+        metrics.append(dict(trainer.train_step(step, groups[rank::WORLD_SIZE])))
     if rest.get("save"):
         trainer.save(str(folder / name))
     weights = {

@@ -60,18 +60,32 @@ def start_process_group(context: TrainContext, backend: str, device: torch.devic
 class LossMean(StrEnum):
     """Unit over which the user's loss is a mean: `SAMPLES`, or `TOKENS` that `loss_mask` selects.
 
-    A training step weights the loss of each micro-batch with the number of samples (or tokens) in this micro-batch.
+    `TRAINED_SAMPLES` are samples with at least one such token. A training step weights the loss of each micro-batch with the
+    number of samples (or tokens) in this micro-batch.
     """
 
     SAMPLES = "samples"
+    TRAINED_SAMPLES = "trained_samples"
     TOKENS = "tokens"
 
     def weight(self, groups: Samples) -> int:
-        """Return the weight of these groups in a mean: the number of their samples, or of their trained tokens."""
+        """Return the weight of these groups in a mean: the number of their units."""
         samples = [sample for group in groups for sample in group]
-        if self is LossMean.SAMPLES:
-            return len(samples)
-        return sum(sample.num_trained for sample in samples)
+        match self:
+            case LossMean.SAMPLES:
+                return len(samples)
+            case LossMean.TRAINED_SAMPLES:
+                return sum(sample.num_trained > 0 for sample in samples)
+            case LossMean.TOKENS:
+                return sum(sample.num_trained for sample in samples)
+
+
+_UNITS = {
+    LossMean.SAMPLES: "sample",
+    LossMean.TRAINED_SAMPLES: "trained sample",
+    LossMean.TOKENS: "trained token",
+}
+"""Words for one unit of each mean, in errors."""
 
 
 def micro_batches(
@@ -93,41 +107,46 @@ def micro_batches(
             of samples (or tokens), divided by the mean number per rank.
         device: device on which the process group can gather tensors.
         cut: function that cuts groups into micro-batches, in place of `num_groups`. The micro-batches must contain all
-            samples (or tokens) of the groups.
+            samples (or tokens) of the groups. With `cut`, a rank may have only samples without a trained token. Their
+            micro-batches have weight 0, so their loss must be a finite number.
 
     Returns:
         Groups and weight of each micro-batch. To get the mean over the samples (or tokens) of all ranks, sum the
         weighted losses on each rank and average the sums over data-parallel ranks.
 
     Raises:
-        ConfigError: a rank has no sample (or token), or `cut` does not return every sample (or token) once; every rank
-            raises.
+        ConfigError: a rank has no sample (or, without `cut`, no token), or `cut` does not return every sample (or token)
+            once; every rank raises.
     """
     own_pieces = list(cut(groups)) if cut is not None else None
     num_pieces = -(-len(groups) // num_groups) if num_groups else 1
     own_weight = cut_weight = loss_mean.weight(groups)
     if own_pieces is not None:
         num_pieces, cut_weight = len(own_pieces), sum(map(loss_mean.weight, own_pieces))
-    own = torch.tensor([num_pieces, own_weight, cut_weight], dtype=torch.float64, device=device)
+    # A piece of `cut` may be empty. All groups together could need more memory than a micro-batch.
+    filler = next((piece for piece in reversed(own_pieces or ()) if any(piece)), groups[-1:])
+    can_run = own_weight > 0 or any(map(any, own_pieces or ()))
+    own = torch.tensor(
+        [num_pieces, own_weight, cut_weight, can_run], dtype=torch.float64, device=device
+    )
     every = [torch.empty_like(own) for _ in range(dist.get_world_size())]
     dist.all_gather(every, own)
     counts = torch.stack(every)
     weights = counts[:, 1].tolist()
-    unit = "sample" if loss_mean is LossMean.SAMPLES else "trained token"
-    if 0 in weights:
+    unit = _UNITS[loss_mean]
+    can_ranks_run = counts[:, 3].tolist()
+    if 0 in can_ranks_run:
         raise ConfigError(
-            f"train_step: every rank must have at least one {unit}, got none on rank {weights.index(0)}; "
+            f"train_step: every rank must have at least one {unit}, got none on rank {can_ranks_run.index(0)}; "
             f"give each step at least as many groups with a {unit} as there are data-parallel ranks"
         )
-    for rank, (_, weight, in_pieces) in enumerate(counts.tolist()):
+    for rank, (_, weight, in_pieces, _) in enumerate(counts.tolist()):
         if in_pieces != weight:
             raise ConfigError(
                 f"train_step: cut must return every {unit} once, got {in_pieces:g} of {weight:g} {unit}s on rank {rank}"
             )
     num_pieces = int(counts[:, 0].max())
-    mean_weight = sum(weights) / len(weights)
-    # A piece of `cut` may be empty. All groups together could need more memory than a micro-batch.
-    filler = next((piece for piece in reversed(own_pieces or ()) if any(piece)), groups[-1:])
+    mean_weight = sum(weights) / len(weights) or 1.0
     pieces: list[tuple[Samples, float]] = []
     for piece in range(num_pieces):
         if own_pieces is not None:

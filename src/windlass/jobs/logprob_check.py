@@ -39,7 +39,7 @@ class LogprobCheck:
     """
 
     def __init__(self, samples: Sequence[TrainingSample], sampling: SamplingParams) -> None:
-        whole = [s for s in samples if s.prompt_ids and s.output_ids]
+        whole = [s for s in samples if s.prompt_ids and s.num_trained]
         self._samples = whole[:MAX_SAMPLES] if _can_compute(sampling) else []
         self._sampling = sampling
         self.distances: list[torch.Tensor] = []

@@ -75,7 +75,7 @@ class StockTrainer(WrappedEngine[FsdpEngine]):
             loss=self._loss,
             prepare=self._prepare,
             units=decoder_layers,
-            loss_mean=LossMean.TOKENS if by_tokens else LossMean.SAMPLES,
+            loss_mean=LossMean.TOKENS if by_tokens else LossMean.TRAINED_SAMPLES,
             cut=self._cut,
             lr_schedule=lambda optimizer: LambdaLR(
                 optimizer, lambda step: min(1.0, (step + 1) / (settings.warmup_steps + 1))
@@ -141,7 +141,10 @@ class StockTrainer(WrappedEngine[FsdpEngine]):
         return found
 
     def _prepare(self, groups: Samples) -> Samples:
-        """Add advantages to the samples, and leave out samples without a trained token."""
+        """Add advantages to the samples, and leave out samples without a trained token.
+
+        If no sample has a trained token, keep the shortest one: this rank must run the same collectives as others.
+        """
 
         def total(tensor: torch.Tensor) -> torch.Tensor:
             device = next(self.engine.model.parameters()).device
@@ -151,7 +154,10 @@ class StockTrainer(WrappedEngine[FsdpEngine]):
 
         samples = [sample for group in groups for sample in group]
         found = with_advantages(samples, self._settings.advantage(), sum_over_ranks=total)
-        return [[sample for sample in found if sample.num_trained]]
+        trained = [sample for sample in found if sample.num_trained]
+        if not trained and found:
+            trained = [min(found, key=lambda each: len(each.prompt_ids) + len(each.output_ids))]
+        return [trained]
 
     def _cut(self, groups: Samples) -> list[Samples]:
         """Cut samples into micro-batches of at most `max_tokens` tokens; return each micro-batch as one group."""
