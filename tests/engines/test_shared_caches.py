@@ -103,6 +103,37 @@ class OfFunction(Keyed):
         return widened(self, again=again)
 
 
+helpers = types.ModuleType("engine_helpers")
+"""Stands for another module of the engine. Its variable is two calls away from `outer`."""
+exec(
+    """
+CACHE = {}
+
+def inner(layer, again):
+    if again or layer.key not in CACHE:
+        CACHE[layer.key] = layer.w.detach().float()
+    return CACHE[layer.key]
+
+def outer(layer, again):
+    return inner(layer, again)
+
+def method(layer):
+    return outer(layer, False)
+""",
+    vars(helpers),
+)
+
+
+class OfHelpers(Keyed):
+    """A layer with a function of another module. Its own method calls a function that this function calls, too."""
+
+    method = helpers.method
+
+    def value(self, *, again: bool = False) -> torch.Tensor:
+        found: torch.Tensor = helpers.outer(self, again)
+        return found
+
+
 class Sharing(Engine):
     """An engine whose layers are of `kind` and keep their derived values outside the model's objects."""
 
@@ -124,7 +155,9 @@ class Sharing(Engine):
 
 
 @pytest.mark.parametrize("when", ["load", "cold", "lazy", "lazy_before"])
-@pytest.mark.parametrize("kind", [OfOtherModule, OfObject, OfDecorator, OfDefault, OfFunction])
+@pytest.mark.parametrize(
+    "kind", [OfOtherModule, OfObject, OfDecorator, OfDefault, OfFunction, OfHelpers]
+)
 def test_values_outside_the_models_objects_are_right(
     kind: type[Keyed], when: str, tmp_path: Path
 ) -> None:

@@ -975,30 +975,32 @@ def _function_in(value: object) -> FunctionType | None:
 def _variables_used_by(functions: list[FunctionType]) -> Iterator[tuple[dict[str, Any], str]]:
     """Yield (namespace, name) of the global variables that `functions` use, directly or through calls.
 
-    Follow calls within a Python module to any depth. If a function of another Python module is called, search this
-    function, but not the functions that it calls. Find variables that the code names directly, and variables that it
-    names through their module, as in `kernels.cache`.
+    Skip modules, strings, and functions without state. Follow calls within a Python module to any depth. If a function of
+    another Python module is called, search this function, but not the functions that it calls. Find variables that the
+    code names directly, and variables that it names through their module, as in `kernels.cache`.
     """
     waiting = [(function, True) for function in functions]
-    seen = {function.__code__ for function in functions}
+    # Code of each function that is searched -> whether the functions that it calls are searched too.
+    seen = dict.fromkeys((function.__code__ for function in functions), True)
     names = set[tuple[int, str]]()
     while waiting:
         function, goes_on = waiting.pop()
         for space, name in _variables_named_in(function):
             value = space[name]
-            if (id(space), name) in names or isinstance(value, types.ModuleType):
+            if isinstance(value, types.ModuleType | str):
                 continue
-            names.add((id(space), name))
             called = _function_in(value)
-            if called is None:
-                if not isinstance(value, str):
-                    yield space, name
-                continue
-            if _has_state(called):
+            if (id(space), name) not in names and (called is None or _has_state(called)):
+                names.add((id(space), name))
                 yield space, name
-            if called.__code__ not in seen and goes_on:
-                seen.add(called.__code__)
-                waiting.append((called, called.__globals__ is function.__globals__))
+            if called is None or not goes_on:
+                continue
+            is_near = called.__globals__ is function.__globals__
+            before = seen.get(called.__code__)
+            # A function that another module has called before is searched again if its own module calls it.
+            if before is None or (is_near and not before):
+                seen[called.__code__] = is_near
+                waiting.append((called, is_near))
 
 
 def _variables_named_in(function: FunctionType) -> Iterator[tuple[dict[str, Any], str]]:
