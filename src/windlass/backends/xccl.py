@@ -231,7 +231,7 @@ class CollectiveSender:
         )
 
     def prepare(self, version: int) -> None:  # noqa: ARG002
-        """Compute the digest of every link. If a parameter has moved, prepare the copies into the buckets again."""
+        """Prepare the copies of parameters into buckets, if there are none or a parameter has moved, and hash every link."""
         began = time.perf_counter()
         if self._source.locate():
             self._forget_packs()

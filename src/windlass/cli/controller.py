@@ -110,7 +110,8 @@ def _decode(url: str, answer: bytes) -> dict[str, Any]:
     """Decode a controller's answer.
 
     Raises:
-        MsgspecError: the answer is not JSON. ProtocolError: the answer lacks a key of an overview.
+        MsgspecError: the answer is not a JSON object.
+        ProtocolError: the answer lacks a key of an overview.
     """
     found = msgspec.json.decode(answer, type=dict[str, Any])
     if lacking := sorted(_OF_AN_OVERVIEW - found.keys()):

@@ -363,7 +363,11 @@ class EngineAgent:
                 raise PeerUnreachable(f"the engine did not resume: {self._not_resumed}")
 
     def on_welcome(self) -> None:
-        """End the hold of an engine that sleeps: a controller is connected again, and its next round fills the weights."""
+        """Note that a controller is connected again.
+
+        If this engine had lost its controller and is held because its weights have no values, end the hold: the next
+        round of the controller fills the weights.
+        """
         with self._lock:
             if self._is_cut_off and self._held_for is HoldCause.EMPTY:
                 self._note_held(None)

@@ -190,7 +190,7 @@ class Group:
 
     @property
     def rounded(self) -> dict[str, DType]:
-        """Tensor -> dtype to which the engine rounds received values, from all its ranks; see `Hello.rounded`."""
+        """Tensor -> dtype to which the engine rounds received values, joined over its ranks; see `Hello.rounded`."""
         return {n: dtype for hello in self.hellos for n, dtype in hello.rounded.items()}
 
     @property
@@ -540,8 +540,9 @@ class Fleet:
     def must_catch_up(self, binding: Binding) -> dict[str, frozenset[str]]:
         """Return the engines that must catch up before the trainers of `binding` publish the next version.
 
-        These engines lack the published version. They would keep tensors that an earlier version has written in other
-        engines of the binding, and the present trainers do not have these tensors.
+        These engines lack the published version. Earlier updates have written tensors in the engines that have it, and
+        the present trainers do not have these tensors. So the next version would not bring them to the engines that
+        lack the published version.
 
         Returns:
             Engine -> names of these tensors.

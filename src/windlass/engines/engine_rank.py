@@ -426,8 +426,8 @@ class EngineRank:
         begun = time.perf_counter()
         sizes = [parameter.nbytes for parameter in captured.manifest.parameters]
         spans = zip(captured.addresses, sizes, strict=True)
-        # The GPU driver cannot find the allocation of an address in memory that can sleep. Such an engine uses the transport
-        # `pull`, which does not need the allocation.
+        # If the engine can sleep, the GPU driver cannot find the allocation that contains an address of its weights. The
+        # engine then uses the transport `pull`, which does not need the allocation.
         allocation = None if self.sleep.is_enabled else allocation_of
         regions = transport.register_all(stretches(spans, allocation))
         # For a repacked parameter, `captured.addresses` has the address of the buffer that updates write.

@@ -392,7 +392,7 @@ class FsdpEngine(TrainEngine):
         Returns:
             The mean loss and the other scalars that the loss function returns. Also `grad_norm`, the gradient norm
             before clipping; `lr`, the learning rate of this step, if there is a schedule; and
-            `LOGPROB_DIFFERENCE` in step 0.
+            `LOGPROB_DIFFERENCE` in step 0, if the settings of sampling are known.
         """
         if self._prepare is not None:
             groups = self._prepare(groups)

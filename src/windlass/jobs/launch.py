@@ -1098,7 +1098,7 @@ class Job:
         """Wait until the fleet serves the newest version, evaluate it, and record the metrics.
 
         The next step begins only afterwards, so engines do not change their version during the evaluation. If a checkpoint
-        has the evaluated weights, note in its record that a job that continues need not evaluate them again.
+        of this job has the evaluated weights, note in its record that a job that continues from it need not evaluate them.
         """
         with self._without_room(), self._waiting_for(self._describe_update):
             deadline_s = self._config.trainer.publish_deadline_s

@@ -156,8 +156,8 @@ class MegatronEngine(TrainEngine):
     def setup(self, context: TrainContext) -> tuple[int, int]:
         """Start all process groups, build the chunks and the optimizer, and connect to the fleet. Collective.
 
-        Set the random seeds, and the callbacks in Megatron's configuration that scale, finalise and defer gradients. Also
-        set `calculate_per_token_loss` to False: `loss_mean` is the unit of the mean.
+        Set the random seeds, and the callbacks in Megatron's configuration that scale and finalise gradients and defer
+        their reduction. Also set `calculate_per_token_loss` to False, because `loss_mean` says over what the loss is averaged.
 
         Returns:
             Data-parallel rank of this rank, and number of data-parallel ranks.
@@ -178,7 +178,7 @@ class MegatronEngine(TrainEngine):
         seed = self._seed + 100 * parallel_state.get_pipeline_model_parallel_rank()
         torch.manual_seed(seed)
         tensor_parallel.model_parallel_cuda_manual_seed(seed)
-        # With this setting, Megatron would add the gradients of data-parallel ranks, and expect sums of losses.
+        # If this were True, Megatron would add the gradients of data-parallel ranks, and expect sums of losses.
         config.calculate_per_token_loss = False
         self._chunks = [self._chunk(stage) for stage in self._stages()]
         self._optimizer = get_megatron_optimizer(self._options, list(self._chunks))

@@ -201,8 +201,9 @@ class StockTrainer(WrappedEngine[FsdpEngine]):
 def checkpoint_layers(model: Any) -> None:
     """Let the layers of a model compute their activations again in the backward pass. The model stays in evaluation mode.
 
-    Layers of transformers do this only in training mode. In this mode, dropout, noise in routers and skipped layers would
-    change the log-probabilities. So only the layers are in training mode, and their forward passes are not.
+    Layers of the library transformers do this only if their attribute `training` is True. But dropout, noise in routers and
+    skipped layers would then change the log-probabilities. So this function sets the attribute of the layers, and each
+    forward pass of a layer runs in evaluation mode.
 
     Args:
         model: model of transformers.

@@ -400,7 +400,7 @@ def _check_index(what: str, column: Int32Array, count: int) -> None:
 
 
 def _check_boxes(manifest: ShardManifest) -> None:
-    """Raise ManifestError if a box reaches outside its tensor, and UnsupportedLayout if a tensor has too many dims."""
+    """Raise ManifestError if a box is empty or reaches outside its tensor, and UnsupportedLayout for too many dims."""
     table, worker = manifest.table, manifest.worker
     for tensor_spec in manifest.tensors:
         if len(tensor_spec.shape) > MAX_DIMS:

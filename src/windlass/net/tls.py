@@ -73,8 +73,8 @@ def server_context() -> ssl.SSLContext | None:
     files = _files()
     if not files.certificate:
         raise ConfigError(
-            f"{TLS_CERTIFICATE_VARIABLE} and {TLS_KEY_VARIABLE} must be set for a server if "
-            f"{TLS_CA_VARIABLE} is set, got ''"
+            f"{TLS_CERTIFICATE_VARIABLE} must be set for a server if {TLS_CA_VARIABLE} is set, got ''; also set "
+            f"{TLS_KEY_VARIABLE}"
         )
     return _server_context(files)
 

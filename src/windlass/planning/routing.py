@@ -137,7 +137,7 @@ def assign(
         nbytes: (n,) size of each op.
         units: (n,) number of equal slices into which each op may be cut.
         holders: ranks of each group.
-        shares: bytes that each holder of each group should send, from `pour`.
+        shares: for each group, the number of bytes that each of its holders should send; results of `pour`.
         min_split_bytes: size of the smallest op that may be cut. A smaller op goes to one holder: the holder that should
             send the op's middle byte according to `shares`.
 

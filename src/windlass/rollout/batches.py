@@ -626,7 +626,8 @@ class BatchClient(Closing):
                 request.
             AuthenticationError: wrong token.
             StaleMessage: the controller has dropped the batch of this step.
-            PeerTimeout: the controller had no batch of this step, or did not answer, within `deadline_s`.
+            PeerTimeout: within `deadline_s`, the controller had no batch of this step or did not answer, or tensors of this
+                shard did not arrive.
             TransportUnavailable: the transport cannot be started.
         """
         if step < 0:

@@ -576,7 +576,7 @@ class RolloutController:
     def acknowledge(self, task_ids: Iterable[str]) -> None:
         """Record that the caller has stored these rollouts (or this one), so that no later process delivers them. Idempotent.
 
-        `return_groups` does not return these rollouts.
+        A later `return_groups` leaves these rollouts out.
 
         The id of one rollout acknowledges the rollout's whole group. Unknown ids are ignored. After a restart, the controller
         may run a rollout again although the caller has stored the rollout's result already. This call then also
@@ -585,7 +585,7 @@ class RolloutController:
         Raises:
             RolloutError: the journal cannot be written.
         """
-        # A text is a sequence of texts too. Its characters are unknown ids, so the rollout would be delivered again.
+        # A `str` is an iterable of `str` too. Its characters would be ignored as unknown ids.
         for task_id in (task_ids,) if isinstance(task_ids, str) else task_ids:
             self._life.acknowledge(task_id)
         self._journal.flush()

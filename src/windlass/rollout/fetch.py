@@ -223,10 +223,12 @@ class RankTensors(Closing):
         batch: TrainingBatch,
         ask: Callable[[tuple[str, ...], tuple[int, ...], Destination], TensorsWritten],
     ) -> tuple[TrainingBatch, tuple[str, ...]]:
-        """Return the batch with the elements of all its tensors, and the keys of lost tensors.
+        """Return the batch with the elements of all its tensors. If tensors are lost, return the given batch and their keys.
 
-        A tensor also counts as lost if the elements that arrived do not match its digest. In late memory, it counts as lost
-        only at the second call in a row, because a late write may have changed the elements at the first call.
+        A tensor also counts as lost if the elements that arrived do not match its digest. Memory is late if a write of an
+        earlier call may still arrive in it. If a digest does not match in late memory, raise TransferFailed at the first
+        such call, because a late write may have changed the elements. If it does not match at the next call either, the
+        tensor counts as lost.
 
         Args:
             batch: shard of this rank.

@@ -568,7 +568,8 @@ class Lifecycle:
 
         Args:
             record: the rollout.
-            with_group: whether the caller resubmits all rollouts of the group, so that no answer of the group waits.
+            with_group: whether the caller resubmits all rollouts of the group. Then no answer of the group waits for the
+                others.
         """
         self.table.ready.pop(record.group.group_id, None)
         if record.admitted:
@@ -739,7 +740,10 @@ class Lifecycle:
         return tuple([self._deliver(group, keep=keep) for group in groups])
 
     def _deliver(self, group: Group, *, keep: bool) -> RolloutGroup:
-        """Deliver a ready group, after the journal has recorded the delivery."""
+        """Deliver a ready group. The caller has recorded the delivery in the journal.
+
+        With `keep`, keep the group until the caller acknowledges, declines or returns it.
+        """
         del self.table.ready[group.group_id]
         first, records = group.records[0], tuple(group.records)
         rollouts = self._rollouts(group)
@@ -813,7 +817,7 @@ class Lifecycle:
     def _rollouts(self, group: Group) -> tuple[Rollout, ...]:
         """End all rollouts of a complete group, and count them as completed. Return their results, in the group's order.
 
-        Keep the ids of the `DECLINABLE` newest results, which the caller may decline.
+        Keep the ids of the rollouts of the `DECLINABLE` newest groups, which the caller may decline.
         """
         rollouts = tuple([record.rollout() for record in group.records])
         for record in group.records:

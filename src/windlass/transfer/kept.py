@@ -43,8 +43,8 @@ class KeptTensors:
 
         Args:
             names: names of the tensors.
-            are_whole: False if the weights of the rank are lost or may be of two versions. No update has written tensors
-                that were kept before, and an engine that sleeps saves them, so the rank can still keep these.
+            are_whole: False if the weights of the rank are lost or may be of two versions. The rank can then keep only
+                tensors that it kept before: no update writes kept tensors, and an engine saves them when it sleeps.
 
         Raises:
             PlanError: `are_whole` is False, and a tensor was not kept before.

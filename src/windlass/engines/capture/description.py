@@ -174,7 +174,7 @@ class Captured:
 
     @property
     def rounded(self) -> dict[str, DType]:
-        """Checkpoint tensor -> dtype to which this rank rounds its received values in the parameter itself."""
+        """Checkpoint tensor -> dtype to which this rank rounds the received values in place, in the engine's parameter."""
         in_place = (rounding for rounding in self.roundings if rounding.in_place)
         return {tensor: found.dtype for found in in_place for tensor in found.parts}
 

@@ -342,9 +342,9 @@ def report_refusals(mixin: Any) -> None:
 
     A patched method raises ConfigError with the reason if a rank refuses. A request with `_ABORT_TAG` first pauses the
     manager in the mode `abort`. If a rank then refuses, the pause ends, unless the manager was paused before the request: a
-    framework, or an update that has left weights of two versions, may have paused it. After a request that makes the
-    scheduler run, the method ends the manager's own pause, so that waiting requests reach the scheduler. `mixin` is SGLang's
-    class `TokenizerControlMixin`.
+    framework, or an update that has left weights of two versions, may have paused it. After a request with
+    `_GO_ON_TAG`, the method ends the manager's own pause, so that requests that wait in the manager reach the scheduler.
+    `mixin` is SGLang's class `TokenizerControlMixin`.
     """
     from sglang.srt.managers.io_struct import ContinueGenerationReqInput, PauseGenerationReqInput
 
@@ -400,8 +400,9 @@ class ServerSleep:
 
         Raises:
             ConfigError: `mode` keeps the KV cache.
-            PeerUnreachable, PeerTimeout: the server did not pause, or a rank refused. Generation then runs or is paused as
-                before this call.
+            PeerUnreachable: a rank refused; generation then runs or is paused as before this call. Or the server cannot
+                be reached.
+            PeerTimeout: the server has not answered within `deadline_s`; it may still fall asleep.
         """
         if mode is PauseMode.IN_PLACE:
             raise ConfigError(

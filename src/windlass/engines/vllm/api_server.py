@@ -196,8 +196,8 @@ async def join_ranks(
 
     All ranks capture their layouts, this process checks the layouts, and then all ranks join.
 
-    Do nothing if the engine is held until `settings.controller` sends a version (see `held_server`). The ranks reconnect to
-    this controller by themselves, and cannot carry out an order if the core's loop is blocked.
+    If the engine is held, and a version of `settings.controller` ends the hold (see `held_server`), do nothing. The ranks
+    reconnect to this controller by themselves, and cannot carry out an order if the core's loop is blocked.
 
     `engine` is vLLM's `AsyncLLM`. For the other arguments see `RankOrder`.
 

@@ -44,9 +44,9 @@ def new_seed(meeting_place: str = "") -> int:
 
 
 def set_defaults(args: Any) -> None:
-    """Set seed and log-probabilities to Windlass's defaults, unless the user has set them.
+    """Set `logprobs_mode` and `max_logprobs` to Windlass's defaults, and `seed` to a new seed if the server has one process.
 
-    `args` are the `EngineArgs` of a server with Windlass's backend.
+    Leave what the user has set. `args` are the `EngineArgs` of a server with Windlass's backend.
     """
     defaults = type(args)
     if args.logprobs_mode == defaults.logprobs_mode and not _is_given(_LOGPROBS_MODE):

@@ -228,7 +228,10 @@ async def connect_sglang(routes: Routes, trainers: TrainController) -> None:
 async def sglang_nccl(
     routes: Routes, trainers: TrainController, _folder: Path, version: int
 ) -> float:
-    """Broadcast every tensor over NCCL to `/update_weights_from_distributed`. For arguments and result see `Send`."""
+    """Broadcast every tensor over NCCL while generation is paused. For arguments and result see `Send`.
+
+    The route `/update_weights_from_distributed` makes the engine receive the tensors.
+    """
     names = await _names_and_shapes(trainers)
     paused = time.monotonic()
     await routes.post("/pause_generation", {"mode": str(routes.mode)})

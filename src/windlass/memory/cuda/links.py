@@ -136,7 +136,8 @@ def read_sent(gpu: Gpu, address: int, program: LinkProgram) -> tuple[str, str]:
 def read_words(gpu: Gpu, address: int) -> list[int]:
     """Wait for the GPU's stream, and return the three words at `address`.
 
-    The first two words are the digest. The third word is 0, or 1 + the payload position of a cast that overflowed.
+    The first two words are the digest. The third word is 0 if no cast overflowed. Otherwise it is p + 1, and p is a
+    position in the payload at which a cast overflowed.
     """
     found = gpu.device.download(address, WORDS_NBYTES, gpu.stream)
     words: list[int] = np.frombuffer(found, "<u8").tolist()

@@ -192,9 +192,10 @@ class Conversations:
         return Prompt(known.prompt_ids + ids, messages)
 
     def _after_last(self, known: _Answered, whole: str, template: Template) -> str:
-        """Return the part of `whole` after the answer of `known`. `whole` is the text of the new conversation.
+        """Return the part of `whole`, the text of the new conversation, after the content of `known`'s answer.
 
-        Return "" if `whole` does not begin with the text of `known.messages`.
+        The part begins with the text that ends an answer. Return "" if the template has no such text, if the text of
+        `known.messages` does not end with it, or if `whole` does not begin with the text of `known.messages`.
         """
         last, _ = self._ends_of_answers()
         earlier = self._rendered(known.messages, template, add_generation_prompt=False)
