@@ -354,7 +354,7 @@ async def test_an_open_handshake_does_not_delay_the_end_of_a_server(authority: A
 def test_certificate_files_that_do_not_match_are_refused_by_name(authority: Authority) -> None:
     files = authority.issue()
     ca = {**NO_FILES, "WINDLASS_TLS_CA": files["WINDLASS_TLS_CA"]}
-    with environment(ca), pytest.raises(ConfigError, match=r"WINDLASS_TLS_CERT .* must be set"):
+    with environment(ca), pytest.raises(ConfigError, match="WINDLASS_TLS_CERT must be set"):
         ControlServer(host="127.0.0.1", port=0, token=TOKEN)
     with (
         environment({**files, "WINDLASS_TLS_KEY": ""}),
