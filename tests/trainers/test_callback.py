@@ -59,8 +59,11 @@ def group(leader: windlass.RolloutCallback, name: str) -> windlass.WeightGroup:
 
 
 async def holds(fleet: Any, expected: tuple[int, str, bool]) -> None:
-    assert await fleet.held("halves") == [expected] * 2
-    assert await fleet.held("whole") == [expected]
+    """Wait until all ranks hold this: after an aborted round, a rank may still carry out a command of the round."""
+    wanted, end = ([expected] * 2, [expected]), time.monotonic() + DEADLINE_S
+    while (held := (await fleet.held("halves"), await fleet.held("whole"))) != wanted:
+        assert time.monotonic() < end, held
+        await asyncio.sleep(0.05)
 
 
 def two_versions(url: str) -> None:
