@@ -92,8 +92,9 @@ async def test_sglang_takes_turns_with_its_trainer(tp: int, tmp_path: Path, show
         await turns.publish()
         await turns.check()
         # A request that runs is computed again with the next version.
+        # On an idle machine the 150 tokens take less than half a second.
         running = asyncio.create_task(asyncio.to_thread(turns.server.sample, PROMPT, 150))
-        await asyncio.sleep(0.5)
+        await asyncio.sleep(0.1)
         await turns.post(RELEASE, {})
         turns.step()
         await turns.must_wait(running)
