@@ -285,10 +285,8 @@ class _SentDigests(_LinkDigests):
         with self._building():
             scratch = self._allocate(MAX_PIECE_NBYTES)
             for peer, program in programs.items():
-                hashed, cast = (
-                    dict[PieceKind, StructuredArray](),
-                    dict[PieceKind, StructuredArray](),
-                )
+                hashed: dict[PieceKind, StructuredArray] = {}
+                cast: dict[PieceKind, StructuredArray] = {}
                 for kind, pieces in _hashed_at_source(program, addresses).tables().items():
                     if kind.transform is Transform.NONE and kind.src_dtype is kind.dst_dtype:
                         hashed[kind] = pieces

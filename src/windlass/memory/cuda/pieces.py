@@ -100,10 +100,12 @@ class CutLink:
         """
         number: dict[PieceKind, int] = {}
         of_op = np.array([number.setdefault(kind, len(number)) for kind in self.kinds], np.int64)
+        is_whole = chosen is None or bool(chosen.all())
+        if is_whole and len(number) == 1:
+            # Copy nothing: a large link has a million pieces.
+            return {self.kinds[0]: self.pieces}
         if chosen is not None:
             of_op[~chosen] = -1
-        elif len(number) == 1:
-            return {self.kinds[0]: self.pieces}
         of_piece = np.repeat(of_op, np.diff(self.first))
         found = ((kind, self.pieces[of_piece == k]) for kind, k in number.items())
         return {kind: pieces for kind, pieces in found if len(pieces)}
