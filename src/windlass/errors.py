@@ -16,7 +16,7 @@ DECODE_ERRORS = (msgspec.MsgspecError, UnicodeDecodeError, RecursionError)
 def text_of(error: BaseException) -> str:
     """Return the text of an exception of a user's code, without characters that UTF-8 cannot encode.
 
-    If the exception's own `__str__` raises, name that exception instead.
+    If `__str__` of the exception raises a second exception, return a text with the type of the second exception.
     """
     try:
         text = str(error)

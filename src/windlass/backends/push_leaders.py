@@ -327,7 +327,11 @@ class PushUpdates:
         return [web.post("/v1/callback", self._serve)]
 
     async def _serve(self, request: web.Request) -> web.Response:
-        """Carry out a call in a new task, and return the answer. A repeated request gets the answer of the first task."""
+        """Carry out a call in a new task, and return the answer. Answer a malformed request with status 400.
+
+        A request that repeats an id gets the answer of the first request with this id. The server remembers the newest
+        `REMEMBERED` ids.
+        """
         try:
             asked = msgspec.msgpack.decode(await request.read(), type=CallbackRequest)
             _check(asked)

@@ -231,7 +231,7 @@ class CollectiveSender:
         )
 
     def prepare(self, version: int) -> None:  # noqa: ARG002
-        """Prepare the copies of parameters into buckets, if there are none or a parameter has moved, and hash every link."""
+        """Compute the digest of every link. First prepare the copies into buckets, unless they exist and no parameter moved."""
         began = time.perf_counter()
         if self._source.locate():
             self._forget_packs()

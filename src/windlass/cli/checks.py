@@ -181,7 +181,10 @@ def _quiet_libraries() -> Iterator[None]:
 
 
 def _automatic(offers: Sequence[TransportOffer]) -> list[Finding]:
-    """Report, for each kind of memory, which transport `auto` would choose within this host and between hosts."""
+    """Report which transport `auto` would choose within this host and between hosts.
+
+    Return one finding for each kind of memory that at least one of the offers reaches.
+    """
     findings = []
     for kind in MemoryType:
         here = [offer for offer in offers if offer.traits.memory is kind]

@@ -31,7 +31,8 @@ class Binding:
         bound_in: trainer -> epoch of the last command that bound it.
         ended: links that trainers still have but that the binding no longer contains.
         unused: trainer tensors that no engine has had since these trainers connected.
-        stays: engine -> its tensors that no source writes and that the engine keeps; only engines with such tensors.
+        stays: engine -> names of its tensors that no source writes, so that the engine keeps their values. Engines
+            without such tensors are left out.
         costs: rank -> cost of its binding, for the ranks that were asked to bind.
     """
 

@@ -97,10 +97,10 @@ class Hello(msgspec.Struct, frozen=True, tag="hello"):
         registered: memory that an engine rank has registered.
         allow_unused: from a trainer rank, name patterns of trainer tensors that engines need not have.
         keep: from a trainer rank, name patterns of engine tensors that stay as they are if no trainer has them.
-        unwritten: from an engine rank with a version, names of the tensors that no update has written since the rank
-            joined, because no trainer has had them.
-        rounded: from an engine rank, tensor -> dtype to which the engine rounds the values that it has received. The
-            rounded values stay in a parameter of a wider dtype, which the manifest names.
+        unwritten: from an engine rank with a version, names of the tensors that no update has written. They have the
+            values that the engine loaded at its start.
+        rounded: from an engine rank, tensor -> dtype to which the engine rounds received values. The engine stores the
+            rounded values in a parameter of a wider dtype. The manifest contains only the wider dtype.
         releases: whether a trainer rank frees memory for the engines after they have verified its bytes (`Release`).
         room: memory on which the rank takes turns.
     """

@@ -287,7 +287,8 @@ class Coordinator:
     ) -> UpdateReport:
         """Bind the fleet if its ranks have changed, then run one round that publishes a version.
 
-        If engines lack tensors that only other engines have (`Fleet.must_catch_up`), first let these engines catch up.
+        Some engines may need values that only other engines have (`Fleet.must_catch_up`). Copy these values before the
+        round.
 
         For arguments see `_publish`.
 
@@ -301,8 +302,8 @@ class Coordinator:
             binding = await self.connector.until_enough()
             for name, kept in self.fleet.must_catch_up(binding).items():
                 _log.warning(
-                    "engine %s may have old values of %s: no trainer has these tensors, an earlier version has written "
-                    "them in other engines, and this engine did not catch up from them",
+                    "engine %s may have old values of %s: no trainer has these tensors, an earlier version changed them "
+                    "in other engines, and no copy from such an engine to this engine succeeded",
                     name,
                     said(kept),
                 )

@@ -14,7 +14,7 @@ from windlass.planning.plan import DTYPES, TransferPlan
 from windlass.planning.planner import Planner
 
 _HALF_NBYTES = 2
-"""Bytes of a value of the dtypes to which engines round."""
+"""Size of a value in the 16-bit dtypes to which engines round."""
 
 
 def find_donor(
@@ -23,9 +23,9 @@ def find_donor(
     trainers: Sequence[ShardManifest],
     planner: Planner,
 ) -> tuple[Group, TransferPlan] | None:
-    """Find an engine whose copy gives the newcomer the same bytes as a transfer from the trainers would.
+    """Find an engine that can send the newcomer the same bytes as the trainers would.
 
-    Blocks: it compiles a plan per candidate, which takes seconds for a large model.
+    The call blocks for seconds if the model is large, because it compiles a plan for each candidate.
 
     Args:
         newcomer: the engine that receives.
@@ -53,9 +53,12 @@ def find_donor(
 def tensors_to_keep(donor: Group, newcomer: Sequence[ShardManifest]) -> frozenset[str]:
     """Return the tensors of a newcomer that a catch-up must not write.
 
-    They are the tensors that no update has written in the donor (`Group.unwritten`). The donor has them from its own
-    checkpoint, and the newcomer keeps its own. If an earlier version wrote a tensor, and the trainers of later versions
-    do not have it, the catch-up copies it. A tied tensor counts under all its names.
+    They are the tensors that no update has written in the donor (`Group.unwritten`). Both engines have loaded them from
+    their checkpoints, so the newcomer keeps its own values. If any version has written a tensor, the catch-up copies it,
+    even if the present trainers do not have it.
+
+    A tied tensor has several names. The donor and the newcomer may use different names for it; the result contains the
+    newcomer's name.
 
     Args:
         donor: engine that sends.
@@ -79,14 +82,18 @@ def _is_exact(
 ) -> bool:
     """Return whether a copy from the donor by this plan gives the same bytes as a transfer from the trainers.
 
-    A tensor arrives with the same bytes if both engines store it in the same dtype, and if the donor does not round its
-    values, or if both round them in the same way. Otherwise the donor must hold the trainers' own values: the dtype in
-    which it stores the tensor, or to which it rounds the values, must be a trainer's. The copy then rounds each value
-    once, as a transfer from the trainers does.
+    The bytes of a tensor are the same in each of these cases:
+
+    - Both engines store the tensor in the same dtype, and the donor does not round its values.
+    - Both engines store the tensor in the same dtype, and round its values to the same dtype.
+    - The donor has the trainers' own values, because a trainer has the tensor in the dtype to which the donor rounds (or
+      in which the donor stores it, if it does not round). The copy then rounds each value once, as a transfer from the
+      trainers does.
 
     Args:
         plan: plan from the donor's ranks to the newcomer's.
-        trainers: manifests of the trainer ranks that published the version. If there are none, no cast counts as exact.
+        trainers: manifests of the trainer ranks that published the version. If they are not known, the third case does
+            not apply.
         sent: tensor -> dtype to which the donor rounds its values, see `Hello.rounded`.
         received: tensor -> dtype to which the newcomer rounds its values.
     """

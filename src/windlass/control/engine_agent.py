@@ -134,8 +134,9 @@ class EngineAgent:
         sleeper: memory of the rank that sleeps; None if the engine keeps its memory. While the weights are lost, the
             engine does not serve.
         used_nbytes: function that returns the bytes in use of this rank's memory; None to report none.
-        on_held: function that gets the cause if the engine stays paused after a round or after the loss of the
-            controller's connection, and None before the engine resumes. None to call nothing.
+        on_held: function that the agent calls with a cause if the engine stays paused after a round, or after the
+            connection to the controller was lost. The agent calls it with None before the engine resumes. If `on_held`
+            is None, the agent calls nothing.
         buffered: see `EngineWeights`.
         mixed_weights: see `EngineWeights`.
         num_ranks: number of ranks of the engine.
@@ -164,7 +165,7 @@ class EngineAgent:
         self._num_ranks = num_ranks
         self._used_nbytes, self._on_held = used_nbytes, on_held
         self._held_for: HoldCause | None = None
-        # Whether the engine has been held since the connection was lost, only because it sleeps.
+        # Whether the loss of the connection caused a hold with the cause EMPTY; `on_welcome` ends such a hold.
         self._is_cut_off = False
         # Whether a round has paused the engine, and the engine has not resumed since.
         self._is_paused = False
@@ -363,10 +364,10 @@ class EngineAgent:
                 raise PeerUnreachable(f"the engine did not resume: {self._not_resumed}")
 
     def on_welcome(self) -> None:
-        """Note that a controller is connected again.
+        """Record that a controller is connected again.
 
-        If this engine had lost its controller and is held because its weights have no values, end the hold: the next
-        round of the controller fills the weights.
+        If the weights are lost, and the engine is held only since the connection was lost, call `on_held` with None: the
+        controller's next round fills the weights.
         """
         with self._lock:
             if self._is_cut_off and self._held_for is HoldCause.EMPTY:
@@ -416,7 +417,7 @@ class EngineAgent:
             )
 
     def _publish(self, version: int, deadline_s: float) -> None:
-        """Record that all weights of this rank are of `version`. Then resume the engine, which reports this version."""
+        """Record that all weights of this rank are of `version`. Then set the version of the engine, and resume it."""
         kept, is_first = self._kept.names, self.served_version < 0
         self.unwritten = kept if is_first else self.unwritten & kept
         self.served_version, self._is_stamped = version, False
@@ -452,9 +453,10 @@ class EngineAgent:
                 self._sleeper.round_ended()
 
     def _note_held(self, cause: HoldCause | None) -> None:
-        """Call `on_held` with `cause` if the value has changed since the previous call of this method, or if it is EMPTY.
+        """Call `on_held` with `cause`, unless the previous call of this method had the same cause.
 
-        Weights that sleep at the end of one round may be lost at the end of the next round.
+        Call it for EMPTY every time. EMPTY stands for weights that sleep and for lost weights, so the state may have
+        changed although the cause has not.
         """
         is_new = cause is not self._held_for or cause is HoldCause.EMPTY
         if self._on_held is not None and is_new:
@@ -462,7 +464,7 @@ class EngineAgent:
         self._held_for = cause
 
     def _hold_cause(self) -> HoldCause | None:
-        """Return the cause why the engine must stay paused; None if it may resume."""
+        """Return the reason why the engine must stay paused; None if it may resume."""
         if self._mixed_weights:
             return HoldCause.MIXED
         if self._is_empty:
@@ -479,7 +481,7 @@ class EngineAgent:
         """
         self._not_resumed = SLEEPS if self._is_empty else ""
         cause = self._hold_cause()
-        # Before its first round, no pause makes the engine's requests wait.
+        # If no round has paused the engine yet, its requests do not wait, so it is not held.
         is_running = cause is HoldCause.NO_VERSION and not self._is_paused
         self._note_held(None if is_running else cause)
         if cause is not None:

@@ -39,13 +39,13 @@ class EngineStatus(StrEnum):
 
 
 class HoldCause(StrEnum):
-    """Cause why an engine stays paused after the end of a round, or after the loss of the controller's connection.
+    """Reason why an engine stays paused after a round, or after the connection to the controller was lost.
 
     Attributes:
         MIXED: its live weights may be of two versions.
         EMPTY: its weights sleep or are lost.
-        NO_VERSION: a round has paused it and published nothing, it has no version yet, and it must not serve the weights
-            that it was started with.
+        NO_VERSION: a round paused the engine, but published nothing. The engine has no version yet, and must not serve
+            its initial weights.
         NOT_RESUMED: its weights are of one version, but the engine did not resume.
     """
 

@@ -540,9 +540,9 @@ class Fleet:
     def must_catch_up(self, binding: Binding) -> dict[str, frozenset[str]]:
         """Return the engines that must catch up before the trainers of `binding` publish the next version.
 
-        These engines lack the published version. Earlier updates have written tensors in the engines that have it, and
-        the present trainers do not have these tensors. So the next version would not bring them to the engines that
-        lack the published version.
+        Such an engine lacks the published version, and the next version does not update all its tensors: the present
+        trainers do not have some tensors that earlier updates wrote. Other engines with the published version have the
+        right values of these tensors.
 
         Returns:
             Engine -> names of these tensors.
@@ -772,13 +772,14 @@ class Fleet:
     ) -> None:
         """Store the outcome of a round in the fleet.
 
-        - Engines that published get the new version. Tensors that it left unchanged stay unwritten (`Agent.unwritten`) if
-          no earlier version has written them. The counts of late bindings become 0.
+        - Engines that published get the new version. `Agent.unwritten` loses the tensors that this version wrote. The
+          counts of late bindings become 0.
         - Every engine gets the state that follows from its outcome. Engines with the outcome QUARANTINED are quarantined.
         - Each source that has not answered a write command gets a hold on the engines that its bytes may still reach.
 
-        An engine whose processes were replaced during the round is left as it is, because the new processes took no part. An
-        engine that has lost a rank is left as it is too, unless its weights may be mixed.
+        The version and the state of an engine do not change if one of its processes was replaced during the round, because
+        the new process took no part. They do not change either if the engine has lost a rank, unless its weights may be
+        mixed.
 
         Args:
             finish: outcome of the round.

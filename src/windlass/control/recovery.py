@@ -282,8 +282,8 @@ class CatchUps:
     def _published_from(self) -> Sequence[ShardManifest]:
         """Return the manifests of the trainer ranks that published the version; empty if they are not known.
 
-        A controller that has started since then knows them if they are still connected, because they report the version.
-        Other trainers may have other dtypes.
+        A controller that started after the publication knows them only if these trainer ranks are connected: they report
+        the version that they published. It must not use manifests of other trainers, because their dtypes may differ.
         """
         fleet = self._fleet
         if fleet.published_from:

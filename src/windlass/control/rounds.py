@@ -11,8 +11,8 @@ that depend on how bytes travel belong to the backend: `delivery.Delivery` and i
 Failures and their consequences:
 
 - An engine that dies, or does not answer by the deadline, is left out. The round continues with the other engines.
-- A rank that loses its connection while it is paused stays paused until the next version, because it does not learn how
-  the round ends. So the other ranks of its engine stay paused too.
+- If a rank of an engine with several ranks loses its connection while it is paused, all ranks of this engine stay paused
+  until the next version. The lost rank does not learn how the round ends.
 - A link that failed, or that delivered bytes with the wrong digest, is written again, at most `max_rewrites` times.
   After that its engine is left out. In `staged` mode this engine generates with the old weights, and the round ends if every
   engine has such a link.

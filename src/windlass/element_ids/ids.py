@@ -209,7 +209,7 @@ class ElementIds:
         return int(self._heads.max())
 
     def moved(self, codes: Codes, tensors: range, by: int) -> ElementIds:
-        """Return these element numbers shifted to another, identical layer, as the tensor there would have them.
+        """Return the element numbers of the corresponding tensor in another, identical layer.
 
         Args:
             codes: numbering of the checkpoint's elements.

@@ -167,7 +167,7 @@ class ShardManifest:
             )
 
     def rows(self) -> Iterator[tuple[str, int]]:
-        """Yield the name of the checkpoint tensor and the index of the parameter in each row of the table."""
+        """Yield, for each row of the table, the name of its checkpoint tensor and the index of its parameter."""
         table = self.table
         for tensor, parameter in zip(table.tensor.tolist(), table.parameter.tolist(), strict=True):
             yield self.tensors[tensor].name, parameter

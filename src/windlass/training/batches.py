@@ -130,7 +130,7 @@ class TokenBatch:
 
 
 _ATTENTIONS = frozenset({"full_attention", "sliding_attention", "chunked_attention"})
-"""Names of transformers for layers whose attention keeps the samples of a packed row apart."""
+"""Layer types of transformers models in which attention does not mix the samples of a packed row."""
 
 
 def only_attends(model: torch.nn.Module) -> bool:

@@ -151,11 +151,12 @@ class PolicyLoss:
 
     Attributes:
         loss: scalar to minimise.
-        metrics: name -> scalar without gradient, a mean over tokens. If the loss is a mean over sequences, the metric is the
-            mean over the sequences' means, so that the weights of micro-batches fit both. `ratio` is the ratio.
-            `clipped` is the share of tokens whose ratio was clipped. `rollout_kl` is the K3 estimate of
-            KL(engine's policy || model). `importance` is the importance weight; only with a correction. `kl` is the
-            divergence to the reference model; only with a `kl_coefficient`.
+        metrics: name -> scalar without gradient. With `TokenMean.TOKENS`, a metric is the mean over all tokens. Otherwise
+            it is the mean, over sequences, of each sequence's mean. So the same weights of micro-batches are right for
+            the loss and for the metrics. `ratio` is the ratio of new to old probabilities. `clipped` is the share of
+            tokens with a clipped ratio. `rollout_kl` is the K3 estimate of KL(engine's policy || model). `importance` is
+            the importance weight; only with a correction. `kl` is the divergence to the reference model; only with a
+            `kl_coefficient`.
     """
 
     loss: torch.Tensor

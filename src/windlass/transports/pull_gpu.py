@@ -100,9 +100,10 @@ class GpuReads:
 
     @contextmanager
     def _mapped(self, handle: bytes) -> Iterator[int]:
-        """Run a block in which an allocation of a writer is mapped at the yielded address. Reads share one mapping.
+        """Map an allocation of a writer during the block, and yield its address in this process.
 
-        After a late kernel the allocation stays mapped, because the kernel may still read it.
+        Reads that run at the same time share one mapping. If a kernel has not ended in time, the allocation stays mapped,
+        because the kernel may still read it.
         """
         with self._lock:
             base, num_reads = self._mappings.get(handle, (0, 0))

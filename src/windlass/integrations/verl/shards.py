@@ -225,7 +225,8 @@ class ShardCheckpointEngine(CheckpointEngine):  # type: ignore[misc]  # verl has
             self._shards.copy_from(weights)
             if torch.cuda.is_available():
                 torch.cuda.synchronize()
-            # Count before the connection, which may fail on some ranks only: all ranks must name the same version.
+            # Raise the version before `_send` connects: connecting may fail on some ranks only, and all ranks must still
+            # agree on the version.
             if not self._only_joins:
                 self._version += 1
             return await asyncio.to_thread(self._send, weights, _current_gpu())

@@ -89,7 +89,7 @@ class CutLink:
     pieces: StructuredArray
 
     def per_piece(self, values: Int64Array | UInt64Array) -> UInt64Array:
-        """Return the value of each piece's op. `values`: (num_ops,) value of each op."""
+        """Repeat the value of each op once for each piece of the op. `values` has shape (num_ops,)."""
         return np.repeat(values.astype(np.uint64), np.diff(self.first))
 
     def tables(self, chosen: BoolArray | None = None) -> dict[PieceKind, StructuredArray]:
@@ -111,7 +111,7 @@ class CutLink:
         return {kind: pieces for kind, pieces in found if len(pieces)}
 
     def by_op(self) -> Iterator[OpPieces]:
-        """Yield the ops in plan order with their rows of `pieces`, which share memory with it."""
+        """Yield each op, in plan order, with a view of its rows of `pieces`."""
         rows = itertools.pairwise(self.first.tolist())
         for op, position, (start, stop) in zip(
             self.ops, self.positions.tolist(), rows, strict=True
@@ -138,7 +138,7 @@ def cut_link(program: LinkProgram, *, at_source: bool) -> CutLink:
     counts = sizes[which]
     first = np.append(0, np.cumsum(counts))
     payloads = _numbers(op.nbytes for op in ops)
-    # Row of the concatenated cuts from which each piece is copied.
+    # Index of each piece's original in the concatenated cuts.
     rows = np.repeat((np.cumsum(sizes) - sizes)[which] - first[:-1], counts) + np.arange(first[-1])
     # Copy the rows as opaque bytes: numpy copies structured rows field by field, which is slow.
     opaque = np.dtype((np.void, PIECE.itemsize))
