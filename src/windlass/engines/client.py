@@ -40,8 +40,8 @@ class EngineWeights:
             this process. None if the live parameters are in this process.
         buffered: names of parameters from which the engine computes its own tensors after every update. The engine cannot
             keep tensors in these parameters (`keep` of `connect_trainer`).
-        rounded: tensor -> dtype to which the engine rounds the values that it has received, in the parameter itself.
-            Engines that do not round in the same way do not catch up from this engine.
+        rounded: tensor -> dtype to which the engine rounds received values in the parameter itself. An engine that
+            rounds them differently can catch up from this engine only if the trainers have the tensor in this dtype.
         mixed_weights: whether the values may be of two versions, because an earlier process of Windlass left the engine in
             the middle of an update. The engine then serves nothing before the next version.
     """

@@ -279,7 +279,7 @@ class EngineRank:
         self.gate, self.sleep = QuiesceGate(self._update_record), RankSleep(self._update_record)
         # Controller of the fleet that this rank has joined; empty before the first join.
         self._controller = ""
-        # Cause why the engine stays paused; None if it does not, and if this rank is not rank 0.
+        # Reason why the engine stays paused; None if it is not held. Only rank 0 sets this.
         self._held_for: HoldCause | None = None
         self._recorded: HeldRecord | None = None
         self._recording = threading.Lock()
@@ -405,13 +405,14 @@ class EngineRank:
             towards=settings.controller,
             memory_at=captured.addresses[0] if captured.addresses else 0,
         )
-        # Delete the record of the previous fleet: the new fleet fills the weights, and requests wait for its first version.
+        # The engine may be held since a failed round of its previous fleet. Delete the record of this: the new fleet fills
+        # the weights, and requests wait for its first version.
         before = self._held_for, self._controller
         self._hold(None)
         self._controller = settings.controller
         try:
             self._client = self._connected(settings, rank, token, transport)
-        # This rank has left its fleet, and no update will fill its weights.
+        # This rank is in no fleet now, so no update will fill its weights. If the engine was held before, it stays held.
         except BaseException:
             cause, self._controller = before
             self._hold(cause)
@@ -421,7 +422,7 @@ class EngineRank:
     def _connected(
         self, settings: AgentSettings, rank: int, token: str, transport: OneSidedTransport
     ) -> EngineClient:
-        """Register the captured memory with `transport`, and connect to the controller; raises as `join` does."""
+        """Register the captured memory with `transport`, and connect to the controller. For errors see `join`."""
         _, captured, hooks = self.required()
         begun = time.perf_counter()
         sizes = [parameter.nbytes for parameter in captured.manifest.parameters]
@@ -455,20 +456,20 @@ class EngineRank:
         )
 
     def _hold(self, cause: HoldCause | None) -> None:
-        """Record for the server why its engine stays paused; None if it does not. The agent of rank 0 calls this.
+        """Record for the engine's server why the engine stays paused. `cause` is None if the engine is not held.
 
-        An engine that sleeps and has a copy of its weights gets no record, because its framework can wake it without an
-        update.
+        The agent of rank 0 calls this. An engine that sleeps and has a copy of its weights gets no record, because the
+        training framework can wake the engine without an update.
         """
         is_asleep = cause is HoldCause.EMPTY and not self.sleep.is_lost
         self._held_for = None if is_asleep else cause
         self._update_record(is_new=True)
 
     def _update_record(self, *, is_new: bool = False) -> None:
-        """Write the record of the held engine again if it is outdated; see `held_server`.
+        """Write or delete the record of the held engine (see `held_server`), if its content has changed.
 
-        The agent's thread calls this with `is_new`. The main loop calls it after a change of `QuiesceGate.is_blocked` or
-        `RankSleep.is_lost`, and then only an engine that is held has a record to write.
+        `_hold` sets `is_new`. The main loop calls this without `is_new` after a change of `QuiesceGate.is_blocked` or
+        `RankSleep.is_lost`. Such a change does not matter for an engine that is not held.
         """
         if self._held_for is None and not is_new:
             return
@@ -477,7 +478,7 @@ class EngineRank:
             held: HeldRecord | None = None
             if cause is not None:
                 if cause is HoldCause.MIXED and is_lost:
-                    # An update fills all lost weights, whatever they were.
+                    # The mixed values are lost. The next update fills all weights.
                     cause = HoldCause.EMPTY
                 is_free = is_lost or cause is HoldCause.NO_VERSION
                 may_leave = is_free and not self.gate.is_blocked

@@ -1,10 +1,10 @@
-"""Record of a server whose engine stays paused after a round that ended badly; `HoldCause` lists the causes.
+"""File that tells a server why its engine stays paused (is held); `HoldCause` lists the reasons.
 
 For example, the controller or a trainer may die while an update changes the weights. The engine then stays paused until an
 update has filled all weights. Rank 0 writes the record into a file next to the key of the server's private routes, and
 removes the file before the engine resumes. The API processes of the server read the file, and refuse requests with the
 reason. Without the record, a request would wait for the engine without a limit, and `/health` would report no fault. A job
-would also end the engine as one that hangs, because its loop is blocked and `ALIVE_PATH` gets no answer.
+would also conclude that the engine hangs, and end it: while the engine's loop is blocked, nothing answers `ALIVE_PATH`.
 
 An engine that sleeps while its trainer steps has no record: its requests wait for the next version.
 """
@@ -57,10 +57,10 @@ class HeldRecord(msgspec.Struct, frozen=True):
     """Content of a record.
 
     Attributes:
-        controller: URL of the controller whose update did not end well.
-        cause: cause why the engine stays paused.
-        may_leave: whether the engine may join the fleet of another controller: it has no weights that could be of two
-            versions, and its loop is not blocked, so that it can carry out an order to join.
+        controller: URL of the controller of the engine's fleet.
+        cause: reason why the engine stays paused.
+        may_leave: whether the engine may join the fleet of another controller. It is True only if the weights cannot be
+            of two versions and the engine's loop is not blocked. A blocked loop cannot carry out an order to join.
     """
 
     controller: str
@@ -76,8 +76,8 @@ class HeldRecord(msgspec.Struct, frozen=True):
 def note_held(port: int, held: HeldRecord | None) -> None:
     """Write the record of a server on this host, or delete it if `held` is None. If this fails, log the error.
 
-    A reader sees the whole record or none. `port` is the port of the server. With 0, the engine has no server, and this call
-    does nothing.
+    Readers never see a half-written record. `port` is the port of the server, or 0 if the engine has no server. With 0, do
+    nothing.
     """
     if not port:
         return
@@ -87,7 +87,7 @@ def note_held(port: int, held: HeldRecord | None) -> None:
             return
         write_file(own_folder() / _record(port), msgspec.json.encode(held))
     except (ConfigError, OSError) as error:
-        _log.warning("cannot update the record of whether this engine is held: %s", error)
+        _log.warning("cannot write or delete the record why this engine is held: %s", error)
 
 
 def held_for(port: int) -> HeldRecord | None:

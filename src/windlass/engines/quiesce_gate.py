@@ -21,7 +21,7 @@ class QuiesceGate:
     once, or `block`, which returns after `end`. The main loop may call before or after the agent.
 
     Args:
-        on_block: function that is called after each change of `is_blocked`. It may read the gate.
+        on_block: function that the gate calls after each change of `is_blocked`. The function may read the gate.
     """
 
     def __init__(self, on_block: Callable[[], None] = lambda: None) -> None:

@@ -15,7 +15,7 @@ class RankSleep:
     The engine's main loop, which sleeps and wakes, writes `asleep`, `is_lost` and `missed`. The agent's thread reads them.
 
     Args:
-        on_change: function that is called after each change of `is_lost`.
+        on_change: function to call after each change of `is_lost`.
 
     Attributes:
         is_enabled: whether the engine was started with its sleep mode.

@@ -71,7 +71,8 @@ class AgentSettings(msgspec.Struct, frozen=True, kw_only=True):
         name: identity of the engine in the fleet; a rank's identity is `name/rank`.
         controller: URL of the controller.
         transport: name of the transport that receives weights.
-        url: URL at which peers reach the engine's HTTP server. It may name a proxy, so its port may be another one.
+        url: URL at which peers reach the engine's HTTP server. It may be the URL of a proxy, so its port
+            may differ from `port`.
         port: port on which the server listens; 0 for an engine without a server.
         checkpoint: folder with safetensors files of the model, or of the adapter if `adapter` is set. Capture
             reads names, shapes and dtypes from these files.

@@ -87,7 +87,10 @@ class Rounding:
         return self.received is self.targets
 
     def without(self, kept: Collection[str]) -> Rounding:
-        """Return this rounding without the elements of the checkpoint tensors `kept`, into which no update writes."""
+        """Return this rounding without the elements of the checkpoint tensors `kept`, because updates do not write them.
+
+        A rounding that is not in place is returned unchanged: an engine cannot keep tensors of such a parameter.
+        """
         if not self.in_place or self.parts.keys().isdisjoint(kept):
             return self
         written = (parts for name, parts in self.parts.items() if name not in kept)
@@ -174,7 +177,7 @@ class Captured:
 
     @property
     def rounded(self) -> dict[str, DType]:
-        """Checkpoint tensor -> dtype to which this rank rounds the received values in place, in the engine's parameter."""
+        """Checkpoint tensor -> dtype to which this rank rounds the tensor's values in the parameter that updates write."""
         in_place = (rounding for rounding in self.roundings if rounding.in_place)
         return {tensor: found.dtype for found in in_place for tensor in found.parts}
 
@@ -427,10 +430,10 @@ def _roundings(
 ) -> Iterator[Rounding]:
     """Yield one `Rounding` for each half-precision checkpoint dtype of a parameter that has another dtype.
 
-    A load gives values of this checkpoint dtype. So an update must round the trainer's values to this dtype too.
+    An engine that loads the checkpoint has values of this dtype. So an update must round the trainer's values to it too.
 
     `memory` is the memory that updates write, and `target` is the memory of the parameter; both may be the same. `parts`
-    has the parameter's boxes of checkpoint tensors.
+    contains the checkpoint tensors in the parameter, with their boxes.
     """
     own = dtype_of(name, memory)
     apart = target.dtype is not memory.dtype

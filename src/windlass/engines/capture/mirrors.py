@@ -725,7 +725,7 @@ class Later:
     def _look(self, *, is_full: bool) -> None:
         """Search new tensors and numbers for copies of weights, and set `mirrors` to the mirrors that exist now.
 
-        A tensor is new if it did not exist at the previous call or had other memory. If `is_full` is True, a tensor
+        A tensor is new if it did not exist at the previous call, or if its memory has changed. If `is_full` is True, a tensor
         is also new if it was written since the previous call. Record the state of all tensors for the next call.
         """
         held = self._walk_again()
@@ -789,7 +789,8 @@ class _State:
     Attributes:
         version: version counter that torch keeps for the tensor; None for an inference tensor, which has no counter.
         address: address of the tensor's first element.
-        storage: weak reference to the tensor's storage; None if the walk through the model may create the storage.
+        storage: weak reference to the tensor's storage; None if the walk through the model may have created the tensor,
+            because the storage is then freed after the walk.
     """
 
     version: int | None
@@ -811,8 +812,8 @@ def _state(holding: Holding) -> _State:
 def _is_new(now: _State, known: _State | None, *, is_full: bool) -> bool:
     """Return whether a tensor may have a new value. Compare version counters only if `is_full` is True.
 
-    `known` is the tensor's earlier state, or None if the tensor did not exist. A later tensor may get the address of a
-    freed tensor.
+    `known` is the tensor's earlier state, or None if the tensor did not exist. The same address is not enough: a new
+    tensor may get the address of a freed tensor.
     """
     if known is None or now.address != known.address:
         return True

@@ -206,7 +206,7 @@ class Node:
 
     @property
     def is_model_tensor(self) -> bool:
-        """Whether the object is a tensor of the model, and not one that the walk got by a call and that is freed after the walk."""
+        """Whether the object is a tensor of the model. A tensor that the walk got by a call is freed after the walk."""
         return isinstance(self.item, torch.Tensor) and self.join is not Join.CALL
 
     def put(self, value: object) -> bool:
@@ -997,7 +997,8 @@ def _variables_used_by(functions: list[FunctionType]) -> Iterator[tuple[dict[str
                 continue
             is_near = called.__globals__ is function.__globals__
             before = seen.get(called.__code__)
-            # A function that another module has called before is searched again if its own module calls it.
+            # If another module called the function before, its callees were not searched. If the function's own module
+            # calls it too, search it again.
             if before is None or (is_near and not before):
                 seen[called.__code__] = is_near
                 waiting.append((called, is_near))

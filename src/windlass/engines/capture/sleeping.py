@@ -100,7 +100,7 @@ def unfilled_ranges(
 
 
 def _filled(captured: Captured, kept: Collection[str]) -> Iterator[tuple[int, int]]:
-    """Yield address and number of bytes of each parameter of which an update writes all memory.
+    """Yield the address and the size of each parameter whose memory an update overwrites completely.
 
     Leave out parameters with padding, and parameters with elements of a checkpoint tensor in `kept`.
     """

@@ -1,7 +1,8 @@
 """Sleep of the embedded engine: the trainer gets the memory of weights and KV cache while it steps.
 
-Only tensors that no trainer has (`keep` of `connect_trainer`) are saved and restored. All other weights are lost, so the engine serves nothing until a round has filled and verified all of them. PREPARE of the
-next round wakes the weights, and the first step after PUBLISH allocates the KV cache.
+The engine saves and restores only tensors that no trainer has (`keep` of `connect_trainer`). All other weights are lost,
+so the engine serves nothing until a round has filled and verified all of them. PREPARE of the next round wakes the
+weights, and the first step after PUBLISH allocates the KV cache.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from windlass.transfer.arena import Arena
 
 @final
 class SleepingWeights:
-    """Weights of one rank that sleep, and whether their values are lost.
+    """Weights of one rank, which can sleep.
 
     The model loop calls `sleep`, and the agent's thread calls the other methods during a pause.
 
@@ -30,7 +31,7 @@ class SleepingWeights:
         manifest: manifest of the rank.
         addresses: addresses of the parameters, in manifest order.
         locate: function that returns the present addresses of the parameters.
-        may_sleep: whether the transport of the arena allows it (`TransportTraits.unpinned`).
+        may_sleep: whether the arena's transport allows the arena to sleep (`TransportTraits.unpinned`).
         caches_nbytes: see `Sleeper`.
 
     Attributes:

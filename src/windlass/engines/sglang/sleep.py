@@ -50,7 +50,7 @@ _ORDER_TAG = "windlass_order="
 _GO_ON_TAG = "windlass_go_on"
 """Tag of a request after which the scheduler runs, as soon as it may."""
 _ABORT_TAG = "windlass_abort"
-"""Tag of a request to free memory for which the server first ends all running requests."""
+"""Tag of a request to free memory. The server ends all running requests before it frees the memory."""
 
 
 def is_enabled() -> bool:
@@ -340,10 +340,11 @@ def install(
 def report_refusals(mixin: Any) -> None:
     """Patch the methods with which SGLang's tokenizer manager handles requests to sleep and to wake.
 
-    A patched method raises ConfigError with the reason if a rank refuses. A request with `_ABORT_TAG` first pauses the
-    manager in the mode `abort`. If a rank then refuses, the pause ends, unless the manager was paused before the request: a
-    framework, or an update that has left weights of two versions, may have paused it. After a request with
-    `_GO_ON_TAG`, the method ends the manager's own pause, so that requests that wait in the manager reach the scheduler.
+    A patched method raises ConfigError with the reason if a rank refuses. For a request with `_ABORT_TAG`, the method
+    first pauses the manager in the mode `abort`. If a rank then refuses, the method ends this pause, unless the manager was
+    paused before the request. After a request with `_GO_ON_TAG`, the method ends the manager's pause, so that the manager
+    passes waiting requests to the scheduler.
+
     `mixin` is SGLang's class `TokenizerControlMixin`.
     """
     from sglang.srt.managers.io_struct import ContinueGenerationReqInput, PauseGenerationReqInput
@@ -400,8 +401,8 @@ class ServerSleep:
 
         Raises:
             ConfigError: `mode` keeps the KV cache.
-            PeerUnreachable: a rank refused; generation then runs or is paused as before this call. Or the server cannot
-                be reached.
+            PeerUnreachable: a rank refused, or the server cannot be reached. After a refusal, the engine generates or is
+                paused as before the call.
             PeerTimeout: the server has not answered within `deadline_s`; it may still fall asleep.
         """
         if mode is PauseMode.IN_PLACE:

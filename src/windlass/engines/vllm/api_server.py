@@ -69,7 +69,7 @@ class RankAnswer(msgspec.Struct, frozen=True, kw_only=True):
 
 @final
 class _Served:
-    """What this process's server serves.
+    """Settings of this process's server.
 
     Attributes:
         adapter: adapters as `NAME=FOLDER`; empty if the server serves only the model.
@@ -196,15 +196,15 @@ async def join_ranks(
 
     All ranks capture their layouts, this process checks the layouts, and then all ranks join.
 
-    If the engine is held, and a version of `settings.controller` ends the hold (see `held_server`), do nothing. The ranks
-    reconnect to this controller by themselves, and cannot carry out an order if the core's loop is blocked.
+    Do nothing if the engine is held (see `held_server`) and belongs to the fleet of `settings.controller` already. Its
+    ranks reconnect to this controller by themselves, and the core's loop may be blocked and unable to carry out an order.
 
     `engine` is vLLM's `AsyncLLM`. For the other arguments see `RankOrder`.
 
     Raises:
         ConfigError: updates would not reach a tensor that vLLM's loader reads, or this process cannot call all ranks
             of the server.
-        ProtocolError: the engine is held until another controller sends a version, and `HeldRecord.may_leave` is False.
+        ProtocolError: the engine is held, it belongs to another controller's fleet, and `HeldRecord.may_leave` is False.
         PeerUnreachable: a rank failed; the message has the rank's reason.
         PeerTimeout: a rank did not answer within `settings.join_deadline_s`.
     """

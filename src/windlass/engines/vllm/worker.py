@@ -354,11 +354,9 @@ def _carry_out(worker: Worker, order: RankOrder, rank: int) -> str:
 def _api_for(
     worker: Worker, order: RankOrder, settings: AgentSettings
 ) -> Callable[[], EngineApi] | None:
-    """Return a function that creates this rank's `EngineApi`; None if the agent cannot pause the server.
+    """Return a function that creates this rank's `EngineApi`. Return None if only the trainer can pause the server, over HTTP.
 
-    If the agent cannot pause the server, the trainer must pause it over HTTP.
-
-    The returned function also sets `RankSleep.ask` of this rank, which the agent calls to make the server sleep.
+    The returned function also sets this rank's `RankSleep.ask`. The agent calls `ask` to make the server sleep.
     """
     core = core_calls() if settings.world_size == 1 else None
     if core is None and not order.pauses_itself:
