@@ -25,7 +25,7 @@ class DatasetRecipe(Recipe):
     _config: LaunchConfig
     _epoch = _index = 0
     _loaded: tuple[int, bool, int] | None = None
-    """Epoch in which an earlier job ended, with the `shuffle` and `seed` of this epoch; None if the position was not loaded."""
+    """Epoch within which an earlier job stopped, and its values of `shuffle` and `seed`; None if there is none."""
 
     def check(self, config: LaunchConfig) -> None:
         """Store the settings, load the data sets, and make a task of each data set's first row.
@@ -120,7 +120,7 @@ class DatasetRecipe(Recipe):
                 yield self._task_of(order[index])
 
     def _task_of(self, number: int) -> Task:
-        """Return the task of a row. If the row is refused, the error names its number."""
+        """Return the task of a row. If `task` refuses the row, raise ConfigError with the row's number."""
         row = self.rows[number]
         try:
             return self.task(row)
@@ -128,13 +128,13 @@ class DatasetRecipe(Recipe):
             raise ConfigError(f"row {number} of {self.data.path!r} (from 0): {error}") from error
 
     def _order_of(self, epoch: int) -> tuple[bool, int]:
-        """Return whether an epoch is shuffled, and with which seed."""
+        """Return the values of `shuffle` and `seed` for an epoch."""
         if self._loaded is not None and self._loaded[0] == epoch:
             return self._loaded[1:]
         return self.data.shuffle, self.data.seed
 
     def state(self) -> object:
-        """Return the position after the newest task, the order of its epoch, and the number of rows; see `Recipe.state`."""
+        """Return the position after the newest task, `shuffle` and `seed` of this epoch, and the number of rows."""
         is_shuffled, seed = self._order_of(self._epoch)
         return {
             "epoch": self._epoch,
@@ -147,7 +147,8 @@ class DatasetRecipe(Recipe):
     def load(self, state: Any) -> None:
         """Set the position; see `Recipe.load`.
 
-        An epoch that has begun keeps its order if `data.shuffle` or `data.seed` has changed; the next epoch has the new one.
+        An epoch that has begun keeps its order, even if `data.shuffle` or `data.seed` has changed since. The new values
+        apply to the next epoch.
 
         Raises:
             ConfigError: the data set's number of rows has changed.

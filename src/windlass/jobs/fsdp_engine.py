@@ -58,10 +58,12 @@ def start_process_group(context: TrainContext, backend: str, device: torch.devic
 
 
 class LossMean(StrEnum):
-    """Unit over which the user's loss is a mean: `SAMPLES`, or `TOKENS` that `loss_mask` selects.
+    """Unit over which the user's loss is a mean. The weight of a micro-batch's loss is the number of units in it.
 
-    `TRAINED_SAMPLES` are samples with at least one such token. A training step weights the loss of each micro-batch with the
-    number of samples (or tokens) in this micro-batch.
+    Attributes:
+        SAMPLES: all samples.
+        TRAINED_SAMPLES: samples with at least one trained token.
+        TOKENS: trained tokens, which are the tokens that `loss_mask` selects.
     """
 
     SAMPLES = "samples"
@@ -69,7 +71,7 @@ class LossMean(StrEnum):
     TOKENS = "tokens"
 
     def weight(self, groups: Samples) -> int:
-        """Return the weight of these groups in a mean: the number of their units."""
+        """Return the number of units in these groups."""
         samples = [sample for group in groups for sample in group]
         match self:
             case LossMean.SAMPLES:
@@ -85,7 +87,7 @@ _UNITS = {
     LossMean.TRAINED_SAMPLES: "trained sample",
     LossMean.TOKENS: "trained token",
 }
-"""Words for one unit of each mean, in errors."""
+"""Names of the units in error messages."""
 
 
 def micro_batches(
@@ -103,27 +105,28 @@ def micro_batches(
     Args:
         groups: groups of this rank.
         num_groups: largest number of groups in a micro-batch; 0 for one micro-batch of all groups.
-        loss_mean: whether the loss is a mean over samples or over trained tokens. A micro-batch's weight is its number
-            of samples (or tokens), divided by the mean number per rank.
+        loss_mean: unit over which the loss is a mean. The weight of a micro-batch is its number of units, divided by the
+            mean number of units per rank.
         device: device on which the process group can gather tensors.
         cut: function that cuts groups into micro-batches, in place of `num_groups`. The micro-batches must contain all
-            samples (or tokens) of the groups. With `cut`, a rank may have only samples without a trained token. Their
-            micro-batches have weight 0, so their loss must be a finite number.
+            units of the groups. With `cut`, all samples of a rank may lack trained tokens. Their micro-batches have
+            weight 0, but the loss of these micro-batches must still be a finite number.
 
     Returns:
-        Groups and weight of each micro-batch. To get the mean over the samples (or tokens) of all ranks, sum the
-        weighted losses on each rank and average the sums over data-parallel ranks.
+        Groups and weight of each micro-batch. To get the mean over the units of all ranks, sum the weighted losses
+        on each rank and average the sums over data-parallel ranks.
 
     Raises:
-        ConfigError: a rank has no sample (or, without `cut`, no token), or `cut` does not return every sample (or token)
-            once; every rank raises.
+        ConfigError: a rank has no unit (with `cut`: no sample), or `cut` does not return every unit once. Every rank
+            raises.
     """
     own_pieces = list(cut(groups)) if cut is not None else None
     num_pieces = -(-len(groups) // num_groups) if num_groups else 1
     own_weight = cut_weight = loss_mean.weight(groups)
     if own_pieces is not None:
         num_pieces, cut_weight = len(own_pieces), sum(map(loss_mean.weight, own_pieces))
-    # A piece of `cut` may be empty. All groups together could need more memory than a micro-batch.
+    # Do not fill with all groups of the rank, because they could need more memory than a micro-batch. A piece of `cut` may
+    # be empty, so choose one with samples.
     filler = next((piece for piece in reversed(own_pieces or ()) if any(piece)), groups[-1:])
     can_run = own_weight > 0 or any(map(any, own_pieces or ()))
     own = torch.tensor(
@@ -466,7 +469,7 @@ class FsdpEngine(TrainEngine):
         states = state["optimizer"]["state"]
         saved = FileSystemReader(path).read_metadata().state_dict_metadata
         # The optimizer has no state for a parameter that never had a gradient, so the checkpoint has none either. Load
-        # the others, and leave this parameter without a state again.
+        # the states of the other parameters, and remove the state that torch created for this parameter.
         kept = {
             name
             for name, values in states.items()
@@ -514,7 +517,7 @@ class FsdpEngine(TrainEngine):
 
 @final
 class _UsedParameters:
-    """Parameters of a sharded module that have a gradient from autograd in a step.
+    """Record of the parameters of a sharded module to which autograd gives a gradient in a step.
 
     FSDP2 gives all other parameters a gradient of zero, and an optimizer with weight decay would change them.
 
@@ -550,7 +553,7 @@ class _UsedParameters:
         self._used.add(name)
 
     def drop_other_gradients(self) -> None:
-        """Remove the gradients of parameters that no rank has used, and begin a new step. Collective over all ranks."""
+        """Remove the gradients of parameters that no rank has used, and clear the record. Collective over all ranks."""
         flags = [n in self._used or _is_not_zero(p.grad) for n, p in self._sharded.items()]
         used = torch.tensor(flags, dtype=torch.uint8, device=self._device)
         dist.all_reduce(used, op=dist.ReduceOp.MAX)

@@ -307,7 +307,7 @@ class Job:
             else None
         )
         self._recorded: list[int] = []
-        """Versions in the audit record whose updates had not ended at the last call of `_note_published`."""
+        """Versions in the audit record. `_note_published` removes a version here when its update has ended."""
         self._newest = start
         """Folder and checkpoint that the ranks start from; None if they start with their initial weights."""
         self._first_steps = start[1].steps if start else 0
@@ -885,7 +885,7 @@ class Job:
         raise error
 
     def _return_groups(self) -> None:
-        """Make groups open again: those that steps have taken since the newest checkpoint.
+        """Make groups open again if steps have taken them since the newest checkpoint.
 
         Do nothing if `trainer.save_every` is 0, because the job then keeps no groups that steps have taken.
 
@@ -895,7 +895,8 @@ class Job:
         for handle in self._scoring.return_groups():
             if handle.group_id in self._trained:
                 _, task = self._trained[handle.group_id]
-            else:  # a group of the current batch is still open
+            else:
+                # The group is in the current batch, so it is still open.
                 task, _ = self._open.get(handle.group_id, (None, None))
             self._add_open(task, handle)
         self._trained = {}
@@ -995,8 +996,8 @@ class Job:
     async def _step(self, batch: dict[int, list[TrainingSample]], begun_at: float) -> None:
         """Train one step on the samples of each group, and publish the new weights.
 
-        Also run the recipe's hooks, record metrics, and remove the groups from the open groups. If the job's settings ask
-        for it, write the audit record, update the journal of rollouts, and save a checkpoint.
+        Also run the recipe's hooks, record metrics, and remove the groups from the open groups. If the settings require
+        it, write the audit record, update the journal of rollouts, and save a checkpoint.
 
         Args:
             batch: group id -> samples of the group.
@@ -1097,8 +1098,8 @@ class Job:
     async def _evaluate(self) -> None:
         """Wait until the fleet serves the newest version, evaluate it, and record the metrics.
 
-        The next step begins only afterwards, so engines do not change their version during the evaluation. If a checkpoint
-        of this job has the evaluated weights, note in its record that a job that continues from it need not evaluate them.
+        The next step begins only afterwards, so engines do not change their version during the evaluation. If this job has
+        saved the evaluated weights, set `Checkpoint.evaluation_due` in the record of the checkpoint to False.
         """
         with self._without_room(), self._waiting_for(self._describe_update):
             deadline_s = self._config.trainer.publish_deadline_s
@@ -1117,7 +1118,7 @@ class Job:
         if self._newest is not None and self._newest[1].evaluation_due:
             folder, checkpoint = self._newest
             self._newest = folder, msgspec.structs.replace(checkpoint, evaluation_due=False)
-            # The record in `trainer.resume_from` belongs to another job.
+            # If the checkpoint is from `trainer.resume_from`, it belongs to another job. Do not change it.
             if folder == self._output.checkpoint_folder(checkpoint.steps):
                 self._output.save_record(self._newest[1])
 
@@ -1258,7 +1259,7 @@ class Job:
 
     @contextmanager
     def _in_hook(self, hook: str) -> Iterator[None]:
-        """Report a long wait for the block, which calls a hook of the recipe. Reports and errors name the hook.
+        """Run a block that calls a hook of the recipe. Report a long wait for the block. Reports and errors name the hook.
 
         Raises:
             WindlassError: the hook raised an exception.

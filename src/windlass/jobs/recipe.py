@@ -490,7 +490,7 @@ def encode_tasks(tasks: Iterable[Task]) -> tuple[bytes, list[ConfigError]]:
 
 
 def _decoded_prompt(prompt: Any) -> str | Sequence[Message] | Chat:
-    """Return the prompt of a task, of which msgpack has made a text, a list of messages or a mapping."""
+    """Return the prompt of a decoded task. msgpack has decoded a `Chat` as a mapping; other prompts are unchanged."""
     return msgspec.convert(prompt, Chat) if isinstance(prompt, dict) else prompt
 
 

@@ -125,7 +125,7 @@ async def replay(
     begins = {number: span[0] for span in spans for number in range(*span)}
 
     async def ask(first: int, last: int) -> Partial:
-        # The engine gave end tokens no probability at the beginning of the answer.
+        # With `min_new_tokens`, the engine gave end tokens no probability at the beginning of the answer.
         has_no_end = first - begins[first] < sampling.min_new_tokens
         keeps_ends = is_exact or has_no_end
         settings = msgspec.structs.replace(
