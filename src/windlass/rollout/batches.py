@@ -721,7 +721,7 @@ class BatchClient(Closing):
         """Return the batch with its elements, and the keys of lost tensors; see `RankTensors.fetch`."""
 
         def ask(keys: tuple[str, ...], offsets: tuple[int, ...], to: Destination) -> TensorsWritten:
-            # Send each request once: a repeated request needs memory that no earlier write can change.
+            # Do not repeat the request here, because an earlier write could still change the memory of the repetition.
             wait_s = min(max(deadline.remaining_s, 0.001), WRITE_S)
             body = encode(Fetch(batch.step, rank, world_size, keys, offsets, to, wait_s))
             try:

@@ -1,8 +1,8 @@
-"""Keep a task that a workflow has created from ending the process with SystemExit.
+"""Prevent SystemExit in a task of a workflow from ending the worker process.
 
-asyncio passes SystemExit and KeyboardInterrupt of any task on to the code that runs the event loop. So one tool that ends
-as a command-line program ends, in a task of `asyncio.gather`, would end a worker with all its rollouts. Each worker that
-repeats the rollout would end as well.
+asyncio passes SystemExit and KeyboardInterrupt of any task on to the code that runs the event loop. If a tool of a workflow
+called `sys.exit` in a task of `asyncio.gather`, the worker would end, with all its rollouts. Each worker that repeats the
+rollout would end too.
 """
 
 from __future__ import annotations

@@ -574,9 +574,9 @@ class RolloutController:
         )
 
     def acknowledge(self, task_ids: Iterable[str]) -> None:
-        """Record that the caller has stored these rollouts (or this one), so that no later process delivers them. Idempotent.
+        """Record that the caller has stored these rollouts, so that no later process delivers them. Idempotent.
 
-        A later `return_groups` leaves these rollouts out.
+        A later `return_groups` leaves these rollouts out. `task_ids` may also be a single id.
 
         The id of one rollout acknowledges the rollout's whole group. Unknown ids are ignored. After a restart, the controller
         may run a rollout again although the caller has stored the rollout's result already. This call then also
@@ -701,8 +701,8 @@ class RolloutController:
         """Apply the outcomes of running attempts; ignore outcomes of all other attempts.
 
         Returns:
-            Whether the journal contains the outcomes. If not, the worker that sent them must keep them: another controller
-            process would not know of them. If the worker sends them again, this process ignores them.
+            Whether the journal contains the outcomes. If False, the worker must keep the outcomes and send them again,
+            because a later controller process would not know them. This process ignores them then.
 
         Raises:
             RolloutError: the journal cannot be written now, so no outcome was applied.

@@ -4,9 +4,9 @@ Ranks train on a batch together. So every rank confirms that it has all tensors 
 all ranks have confirmed. If a tensor is lost, no rank gets the batch, and all wait until the batch is put again.
 
 A rank may lose the answer to its request, or a write may miss its deadline. Bytes of that write may then arrive at any later
-time, so the memory is late (`RankTensors`): the rank uses it only to receive. It copies the elements out of late memory, and
-checks the digests of the copies. No holder can write the copies, so the elements of a batch never change. A rank never
-frees late memory, and it receives all later batches that fit into it there, so its memory stays bounded.
+time. The memory that they may arrive in is called late (see `RankTensors`). The rank copies received elements out of late
+memory, and checks the digests of the copies. No holder can write the copies, so the elements of a batch never change. A rank
+never frees late memory. It receives later batches in late memory if they fit, so that this memory stays bounded.
 """
 
 from __future__ import annotations
@@ -212,7 +212,7 @@ class RankTensors(Closing):
     def __init__(self, towards: str, transport: str) -> None:
         self._config, self._towards = parse_transport(transport), towards
         self._transport: OneSidedTransport | None = None
-        # Memory that is not late, and a function that returns None if no tensor in the memory is in use.
+        # Each arena that is not late, with a function that returns None if no tensor in the arena is in use.
         self._arenas: list[tuple[Arena, Callable[[], object]]] = []
         self._late: list[Arena] = []
         # Keys of the tensors that arrived in late memory with wrong digests at the last call of `fetch`.
@@ -225,10 +225,9 @@ class RankTensors(Closing):
     ) -> tuple[TrainingBatch, tuple[str, ...]]:
         """Return the batch with the elements of all its tensors. If tensors are lost, return the given batch and their keys.
 
-        A tensor also counts as lost if the elements that arrived do not match its digest. Memory is late if a write of an
-        earlier call may still arrive in it. If a digest does not match in late memory, raise TransferFailed at the first
-        such call, because a late write may have changed the elements. If it does not match at the next call either, the
-        tensor counts as lost.
+        A tensor also counts as lost if the elements that arrived do not match its digest. But in late memory, a late write
+        may have changed the elements. So the first mismatch there raises TransferFailed, and the caller fetches the batch
+        again. If the digest of the tensor does not match in the next call either, the tensor counts as lost.
 
         Args:
             batch: shard of this rank.
@@ -303,15 +302,16 @@ class RankTensors(Closing):
         if arena not in self._late:
             self._late.append(arena)
             _log.warning(
-                "late writes may still arrive in %d bytes of memory, which stays allocated until this process ends; tensors of "
-                "later batches that fit into it are copied",
+                "late writes may still arrive in %d bytes of memory. This memory stays allocated until this process ends; "
+                "tensors of later batches arrive in it if they fit, and are then copied",
                 arena.nbytes,
             )
 
     def _arena(self, transport: OneSidedTransport, nbytes: int) -> Arena:
         """Return memory of at least `nbytes` bytes: late memory, an unused arena from `_arenas`, or a new arena.
 
-        Free all other unused arenas. If the returned memory is not late, keep `KEPT_ARENAS` - 1 large enough arenas of them.
+        Free all other unused arenas, but keep up to `KEPT_ARENAS` - 1 of those that are large enough. If the result is late
+        memory, keep none.
         """
         free = [arena for arena, owner in self._arenas if owner() is None]
         self._arenas = [each for each in self._arenas if each[1]() is not None]

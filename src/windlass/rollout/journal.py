@@ -145,7 +145,8 @@ class PersistedTask:
     """One rollout that has not ended: the rollout waits, runs at a worker, or has an outcome.
 
     Attributes:
-        delivery: number of the first delivery of the rollout's group, from 1; 0 if the outcome was not delivered.
+        delivery: place of the first delivery of the rollout's group among all deliveries, from 1. 0 if the outcome was
+            not delivered.
     """
 
     task_id: str
@@ -389,7 +390,7 @@ class RolloutJournal:
         """Write that the controller delivers these groups of task ids. Call this before the delivery.
 
         Raises:
-            RolloutError: the file cannot be written. It does not contain these deliveries, also after a later write.
+            RolloutError: the file cannot be written. A later write does not add these deliveries.
         """
         self.flush()
         for task_ids in groups:
@@ -397,8 +398,8 @@ class RolloutJournal:
         try:
             self.flush()
         except RolloutError:
-            # The entries record deliveries, but the caller does not get the groups. An entry without effect takes their place,
-            # because the journal must write an entry before it counts as usable again.
+            # Remove the entries, because the caller does not get the groups. Add an entry without effect: the journal counts
+            # as usable again only after it has written an entry.
             self._added.clear()
             self.add(Ended(()))
             for task_id in chain.from_iterable(groups):

@@ -171,9 +171,9 @@ class Lifecycle:
     def _in_order_of_delivery(
         self, groups: Sequence[Group], persisted: PersistedState
     ) -> list[Group]:
-        """Return groups that an earlier process delivered, in the order of these deliveries, and then all other groups.
+        """Sort groups: first the groups that an earlier process delivered, in order of delivery, then all other groups.
 
-        Generate a delivered group again if an answer has held tensors, because workers have freed the elements.
+        If an answer of a delivered group has held tensors, generate the group again, because workers have freed the elements.
         """
         order = {
             group: persisted.delivery_of(persisted.tasks[group.records[0].task_id].submission)
@@ -568,8 +568,8 @@ class Lifecycle:
 
         Args:
             record: the rollout.
-            with_group: whether the caller resubmits all rollouts of the group. Then no answer of the group waits for the
-                others.
+            with_group: whether the caller resubmits all rollouts of the group. If so, the group has no answers that wait
+                for this rollout, so the exception in `_wait` does not apply.
         """
         self.table.ready.pop(record.group.group_id, None)
         if record.admitted:
@@ -587,11 +587,11 @@ class Lifecycle:
         self._work_changed()
 
     def _wait(self, record: Record) -> None:
-        """Move a rollout without an answer to the front of the WAITING queue.
+        """Move a rollout without an answer to the front of the WAITING queue, with one exception.
 
-        If another rollout of its group has an answer or is admitted, and the staleness bound is full, admit the rollout in
-        place of its discarded answer. Groups that are delivered again may exceed the bound. Without this exception, answers of
-        incomplete groups could then use the bound up, so that none of these groups would ever be complete.
+        The exception: the staleness bound is full, and another rollout of the group has an answer or is admitted. Then admit
+        the rollout at once, in place of its discarded answer. Otherwise, the answers of incomplete groups could use up the
+        bound, and no group would ever be complete. The bound may be full because delivered groups were returned.
         """
         keeps_place = self._policy.is_full and any(
             each.admitted or each.outcome is not None for each in record.group.records
@@ -817,7 +817,7 @@ class Lifecycle:
     def _rollouts(self, group: Group) -> tuple[Rollout, ...]:
         """End all rollouts of a complete group, and count them as completed. Return their results, in the group's order.
 
-        Keep the ids of the rollouts of the `DECLINABLE` newest groups, which the caller may decline.
+        Keep the rollouts' ids of the newest `DECLINABLE` groups, because the caller may decline these groups.
         """
         rollouts = tuple([record.rollout() for record in group.records])
         for record in group.records:

@@ -2,8 +2,9 @@
 
 `python -m windlass.rollout.reward_process SOCKET FILE FUNCTION MEMORY_NBYTES`
 
-The first frame is the content of the user's file. The process runs it, then scores one rollout per frame. A frame is a
-length of four bytes and a message in msgpack. The function may print: its output does not share the socket.
+The first frame is the content of the user's file. The process runs the file, and then scores one rollout per frame. A frame
+is a length of four bytes and the content; all contents except the first are in msgpack. The function may print: its output
+does not use the socket.
 """
 
 from __future__ import annotations
@@ -102,7 +103,7 @@ def import_function(
 
 
 async def _result(value: Awaitable[object]) -> object:
-    """Return the result of an async function."""
+    """Await a value. `asyncio.Runner.run` needs this coroutine, because it accepts no other awaitable."""
     return await value
 
 
@@ -176,7 +177,7 @@ def main(arguments: list[str]) -> int:
     connection, file = socket.socket(fileno=int(number)), Path(path)
     # If the function starts a program, the program must not keep the socket open.
     connection.set_inheritable(False)
-    # If the function forks, the child must not use the socket, whatever it does.
+    # If the function forks, the child must not use the socket.
     os.register_at_fork(after_in_child=connection.close)
     try:
         function = import_function(file, name, _frame(connection))

@@ -30,7 +30,7 @@ MAX_TEXT = 300
 REFUSALS_OF_BATCHES = frozenset({400, 413, 422})
 """HTTP statuses after which a part of the batch may succeed."""
 MAX_FAILURES = 2
-"""Number of answers with status 500 after which a batch is divided. The server may have raised because of one rollout."""
+"""Number of answers with status 500 after which a batch is divided. One rollout may have caused the failure."""
 
 
 class ServerRewards(msgspec.Struct, frozen=True, kw_only=True, tag="server", tag_field="kind"):
@@ -67,7 +67,7 @@ class _Answer(msgspec.Struct, frozen=True):
 
 
 class _DivideError(Exception):
-    """The server failed for a batch, and may succeed for its halves until the event loop's time `ends_at`."""
+    """The server failed for a batch, but may succeed for its halves. `ends_at` is the deadline in the event loop's time."""
 
     def __init__(self, ends_at: float) -> None:
         super().__init__()

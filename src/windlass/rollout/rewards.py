@@ -133,11 +133,12 @@ class ProcessRewards(msgspec.Struct, frozen=True, kw_only=True, tag="processes",
 
 @final
 class RewardProcess:
-    """Handle of the pool for one worker process that runs the reward function.
+    """Handle of one process that runs the reward function.
 
-    The process has its own process group, so that the pool also ends programs that the function has started. When the
-    process has ended, the handle kills this group immediately. Later, another process group may have the same number.
-    Programs with a process group of their own are killed with the process, but live on if the process ends by itself.
+    The process has its own process group, so that the handle can also kill programs that the function has started. When the
+    process has ended, the handle kills the group immediately, because another group may get the same number later.
+
+    A program may have left this group. `kill` kills such a program too, but it lives on if the process ends by itself.
     """
 
     def __init__(
@@ -311,7 +312,7 @@ class RewardProcess:
 
 
 def _programs_of(process_id: int) -> list[int]:
-    """Return the ids of the processes that a process has started, and of those that they have started."""
+    """Return the ids of all living descendants of a process."""
     found: list[int] = []
     # Without /proc, or if a process has just ended, there is nothing to read.
     with contextlib.suppress(OSError):

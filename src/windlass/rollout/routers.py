@@ -40,7 +40,7 @@ class _Fleet(msgspec.Struct, frozen=True):
     Attributes:
         published_version: version that every routable engine serves.
         engines: engines that are or were connected to this controller, sorted by name.
-        former_urls: URLs at which engines were connected that now have another URL.
+        former_urls: earlier URLs of engines that now have another URL.
     """
 
     published_version: int

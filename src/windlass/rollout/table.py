@@ -216,7 +216,7 @@ class Record(msgspec.Struct, eq=False):
         rejections: number of answers that the workflow has rejected.
         resubmits: number of times that the rollout was generated again because its answer was too old.
         oldest_version: version of the oldest token that the running attempt can have; None if unknown.
-        avoid_engine: engine of a failed attempt, which the next attempt avoids if it can; empty for none.
+        avoid_engine: engine of a failed attempt. The next attempt avoids this engine if it can. Empty for none.
         engine: engine of the last attempt.
         load_key: name of the engine under which `RolloutTable.by_engine` contains the record.
         prompt_ids: tokens of a prompt of text or messages, once a worker has tokenised it.

@@ -38,7 +38,7 @@ _RESERVED = [
 
 
 class TemplateInput(msgspec.Struct, frozen=True, omit_defaults=True):
-    """Input of a chat template. Unlike those of a `Chat`, its values may be any values of JSON, such as integers of 65 bits.
+    """Input of a chat template. Its values may be any JSON values, for example integers of 65 bits, which `Chat` refuses.
 
     Attributes:
         messages, tools, template_arguments: see `Chat`.
@@ -80,7 +80,10 @@ class Chat(TemplateInput, frozen=True, omit_defaults=True):
 
 
 def check_template_arguments(what: str, arguments: Mapping[str, object]) -> None:
-    """Raise `ConfigError`, which begins with `what`, if an argument is one of `apply_chat_template`, not of the template."""
+    """Raise `ConfigError` if a name is an argument of `apply_chat_template` itself, and not of the template.
+
+    `what` is the beginning of the error's text.
+    """
     if reserved := [name for name in arguments if name in _RESERVED]:
         raise ConfigError(
             f"{what} must have only arguments of the template, got {reserved[0]!r}, an argument of apply_chat_template"

@@ -415,7 +415,7 @@ class RolloutWorker(Client[WriteTensors, TensorsWritten, WorkerWelcome | TaskBat
 
 
 def encode_for_controller(outcome: RolloutOutcome) -> bytes:
-    """Return the encoded outcome. If it cannot be sent, or the controller would refuse it, return an outcome with an error."""
+    """Encode an outcome. If it cannot be sent, or the controller would refuse it, encode an outcome with an error instead."""
     try:
         encoded = encode(outcome)
         if len(encoded) <= CHECKED_NBYTES:
@@ -424,7 +424,7 @@ def encode_for_controller(outcome: RolloutOutcome) -> bytes:
             decode_outcome(encoded)
             return encoded
         reason = f"it must have at most {MAX_OUTCOME_NBYTES} bytes, got {len(encoded)}"
-    # A workflow may have put values into its turns that msgpack cannot encode.
+    # The turns of a workflow may contain values that msgpack cannot encode.
     except (ProtocolError, TypeError, ValueError, OverflowError) as error:
         reason = str(error)
     return encode(

@@ -124,7 +124,7 @@ class WorkflowContext:
         self._num_calls = 0
         # Versions of the oldest and of the newest token.
         self._versions: tuple[int, ...] = ()
-        # Identities of prompt and answer -> turn of `generate`, which needs no check.
+        # `id` of a turn's prompt and `id` of its answer -> turn that `generate` made. Such a turn needs no check.
         self._made: dict[tuple[int, int], Turn] = {}
         self.task_id, self.attempt, self.sampling = task.task_id, task.attempt, task.sampling
         self.arguments: object = msgspec.msgpack.decode(task.arguments)
@@ -187,7 +187,7 @@ class WorkflowContext:
         return tuple([self._plain(number, turn) for number, turn in enumerate(self.turns)])
 
     def _plain(self, number: int, turn: object) -> Turn:
-        """Return one turn of `_plain_turns`."""
+        """Check one turn and convert its numbers; see `_plain_turns`. `number` is the index of the turn."""
         if isinstance(turn, Turn) and (id(turn.prompt_ids), id(turn.output)) not in self._made:
             try:
                 plain = msgspec.convert(turn, _PlainTurn, from_attributes=True)
@@ -605,9 +605,9 @@ class Attempts:
 
 
 def _first(raised: BaseException) -> BaseException:
-    """Return the first exception of a group, such as an `asyncio.TaskGroup` raises; any other exception unchanged.
+    """Return the first exception of an exception group, and any other exception unchanged.
 
-    The first exception is the cause: it has cancelled the other tasks of the group.
+    `asyncio.TaskGroup` raises such groups. The first exception is the cause: it made the group cancel its other tasks.
     """
     while isinstance(raised, BaseExceptionGroup):
         raised = raised.exceptions[0]

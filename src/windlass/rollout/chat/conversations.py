@@ -24,7 +24,7 @@ OTHER_TEXT = "the prompt does not continue an earlier answer of this session"
 WITHOUT_END = (
     "the prompt continues an earlier answer without the end token that the engine generated"
 )
-"""Like `REWRITES` and `OTHER_HISTORY`, reasons in `Prompt.branch`: these two are for a prompt of text."""
+"""Reason in `Prompt.branch`, as the three above. `OTHER_TEXT` and `WITHOUT_END` are for text prompts."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,7 +63,7 @@ class _Answered:
         return tuple(message.reasoning.strip() for message in self.messages)
 
     def num_equal_reasoning(self, messages: Sequence[Message]) -> int:
-        """Return the number of messages of a conversation that have the reasoning of the recorded ones."""
+        """Return how many of these messages have the same reasoning as the recorded message at their place. Skip empty reasoning."""
         pairs = zip(self.reasoning, messages, strict=False)
         return sum(message.reasoning.strip() == own != "" for own, message in pairs)
 
@@ -108,13 +108,14 @@ class Conversations:
         """Return the prompt of a text.
 
         If the text begins with an earlier prompt and its answer, reuse their token ids, and encode only the rest. If several
-        earlier prompts match, use the longest. The answer may end with a special token, such as an end token. The prompt
-        has this token only if the agent has written it after the answer.
+        earlier prompts match, use the longest. An earlier answer may end with special tokens, such as an end token. Keep
+        these tokens only if the agent has written them after the answer.
 
         Args:
             text: text to encode.
-            add_special_tokens: whether a new prompt gets the tokens that the model expects around a text, like a submitted
-                text. If the text begins with the first of these tokens, this token is not added again.
+            add_special_tokens: whether to add the special tokens that the model expects around a text. If the text begins
+                with the first of these tokens already, this token is not added again. Without effect for a text that
+                continues an earlier prompt.
         """
         return await asyncio.to_thread(self._text_prompt, text, add_special_tokens)
 
@@ -138,7 +139,7 @@ class Conversations:
         return Prompt(ids + output[:num_visible] + after, branch=WITHOUT_END)
 
     def _num_visible(self, ids: tuple[int, ...]) -> int:
-        """Return the number of token ids without those at the end that add no text."""
+        """Return the number of token ids that are left without the ids at the end that add no text."""
         whole, number = self._text.decode(ids), len(ids)
         while number and not self._text.decode(ids[number - 1 : number]):
             # The text of a token may depend on the tokens before it.
@@ -192,7 +193,7 @@ class Conversations:
         return Prompt(known.prompt_ids + ids, messages)
 
     def _after_last(self, known: _Answered, whole: str, template: Template) -> str:
-        """Return the part of `whole`, the text of the new conversation, after the content of `known`'s answer.
+        """Return the part of the new conversation's text `whole` that follows the content of `known`'s answer.
 
         The part begins with the text that ends an answer. Return "" if the template has no such text, if the text of
         `known.messages` does not end with it, or if `whole` does not begin with the text of `known.messages`.

@@ -56,7 +56,7 @@ class _Message(msgspec.Struct, frozen=True):
     name: str | None = None
     tool_calls: list[_ToolCall] | None = None
     tool_call_id: str | None = None
-    # Extensions of vLLM and SGLang. Some clients return other values than text.
+    # Extensions of vLLM and SGLang. Some clients send values that are not text.
     reasoning_content: object = None
     reasoning: object = None
 
@@ -233,14 +233,14 @@ class Call:
         add_special_tokens: whether a text prompt gets the tokens that the model expects around a text.
         template: tools and other arguments of the chat template.
         parses_tools: whether calls in the answer are parsed.
-        parallel_calls: whether the reply may contain more than the first call.
+        parallel_calls: whether the reply may contain several tool calls. If not, it contains only the first.
         sampling: sampling parameters of the engine's calls.
         num_choices: number of answers.
         forced: whether the answer must be one tool call as JSON.
         logprobs: whether the reply contains the log-probability of each token.
-        num_top: number of most probable tokens at each place whose log-probabilities the reply contains.
-        new_messages: for `/v1/responses`: the input of this request, after the messages of the responses that it
-            continues, without instructions. A later response may continue them.
+        num_top: number of most probable tokens per place. The reply contains their log-probabilities.
+        new_messages: for `/v1/responses`: messages that a later request may continue. These are the messages of earlier
+            responses and the input of this request, without instructions.
     """
 
     messages: tuple[Message, ...]
@@ -425,7 +425,7 @@ def response_call(request: ResponseRequest, policy: Policy, previous: Sequence[M
 
 
 def _effort_arguments(effort: str | None) -> dict[str, object]:
-    """Return the arguments of the chat template for an effort of reasoning, as in vLLM."""
+    """Return the arguments that vLLM passes to the chat template for this reasoning effort."""
     if effort is None:
         return {}
     return {"reasoning_effort": effort, "enable_thinking": effort != "none"}

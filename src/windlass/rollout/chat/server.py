@@ -56,7 +56,7 @@ BODY_DEADLINE_S = 30.0
 STREAM_PING_S = 10.0
 """Seconds without data after which a stream gets a comment, so that clients and proxies do not end it."""
 READ_DEADLINE_S = 300.0
-"""Seconds after which a stream ends whose client reads nothing while the buffers of the connection are full."""
+"""Seconds after which a stream ends if its client reads nothing and the buffers of the connection are full."""
 MAX_CLAIM_S = 600.0
 """Longest time that an agent may wait for a rollout to claim."""
 MAX_WAITING_CLAIMS = 1024
@@ -143,7 +143,7 @@ class ChatServer:
         self._ended: OrderedDict[str, _Ended] = OrderedDict()
         """Session id -> ended session."""
         self._offers: dict[str, tuple[bytes, asyncio.Event]] = {}
-        """Session id -> answer to the agent that claims the session, and event that is set then."""
+        """Session id -> answer to an agent that claims the session, and event to set after the claim."""
         self._num_offers = asyncio.Semaphore(0)
         self._num_claims = 0
         self._lock = asyncio.Lock()
@@ -454,7 +454,7 @@ class ChatServer:
         else:
             session = self._session_of(http)
             if session.reward is None:
-                # The attempt has failed, and its workflow cleans up.
+                # The attempt may have failed already, while its workflow still cleans up. Then refuse the reward.
                 session.check_open()
             # Refuse the metadata now: the agent cannot correct it after the session has ended.
             value = {**session.result(), "reward": given.reward, "metadata": given.metadata}

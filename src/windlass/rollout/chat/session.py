@@ -36,7 +36,7 @@ from windlass.sampling import SamplingParams
 MAX_REQUESTS = 32
 """Largest number of requests of one session that are answered at a time."""
 MAX_WAITING_REQUESTS = 1024
-"""Largest number of requests of one session that wait because `Limits.max_requests` others are being answered."""
+"""Largest number of waiting requests of one session. A request waits while `Limits.max_requests` others are answered."""
 MAX_SESSION_TOKENS = 8 << 20
 """Largest number of tokens of all prompts and answers of a session. A worker can deliver the outcome of an attempt with
 this number of tokens, see `worker.MAX_OUTCOME_NBYTES`."""
@@ -427,8 +427,8 @@ class ChatSession:
             self._branches.append((with_text, prompt.branch))
         if isinstance(call.prompt, str):
             # `text` includes the stop text, because the engine generated it. A later prompt continues the answer only
-            # if the agent keeps the stop text in it. An answer of special tokens has no text, so a repeated prompt would
-            # seem to continue it.
+            # if the agent keeps the stop text in it. Do not record an answer that has only special tokens: its text is
+            # empty, so a repetition of the same prompt would seem to continue the answer.
             if text:
                 self._conversations.text_answered(call.prompt + text, prompt, ids)
         elif call.prompt is None:
@@ -479,7 +479,7 @@ class ChatSession:
     def _failed(self, error: RolloutError) -> ApiError:
         """End the attempt: `running` then raises `error` in the workflow. Return an HTTP error for the agent.
 
-        An error of a request that outlived its session does not matter to the attempt.
+        If the session has ended already, the error does not end the attempt.
         """
         if self._failure is None:
             if not self.is_open:
@@ -529,8 +529,8 @@ class ChatSession:
     def kept_reply(self, key: bytes) -> Reply | None:
         """Return the reply to an earlier request with this key; None if there is none.
 
-        A client repeats a request with the same key if it did not get the reply. If a request with this key was
-        cancelled, return None: equal requests have equal keys, so a kept reply may belong to another request.
+        A client repeats a request with the same key if it did not get the reply. For each cancelled request with this
+        key, return None once: equal requests have equal keys, so a kept reply may belong to another request.
         """
         if self._num_unanswered[key]:
             self._num_unanswered[key] -= 1
