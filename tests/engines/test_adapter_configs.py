@@ -8,12 +8,13 @@ from typing import Any
 
 import pytest
 
-from windlass.engines.adapters import CONFIG, WEIGHTS, adapter_of
+from windlass.checkpoint_files import ADAPTER
+from windlass.engines.adapters import CONFIG, adapter_of
 from windlass.errors import UnsupportedLayout
 
 
 def folder(tmp_path: Path, **config: Any) -> str:
-    (tmp_path / WEIGHTS).write_bytes(b"")
+    (tmp_path / ADAPTER).write_bytes(b"")
     (tmp_path / CONFIG).write_text(json.dumps({"r": 4, "peft_type": "LORA", **config}))
     return f"mine={tmp_path}"
 

@@ -10,7 +10,8 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from windlass.engines.capture.checkpoint import INDEX, StoredCheckpoint, checkpoint_specs
+from windlass.checkpoint_files import INDEX
+from windlass.engines.capture.checkpoint import StoredCheckpoint, checkpoint_specs
 from windlass.errors import ConfigError
 
 

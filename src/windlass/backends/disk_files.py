@@ -135,7 +135,9 @@ def read_index(folder: Path, version: int, worker: str) -> DiskIndex:
     path = home / f"{quote(worker, safe='')}.json"
     try:
         index = msgspec.json.decode(path.read_bytes(), type=DiskIndex)
-        nbytes = (home / Path(index.file).name).stat().st_size
+        # The file is in the same folder as its index.
+        index = msgspec.structs.replace(index, file=Path(index.file).name)
+        nbytes = (home / index.file).stat().st_size
     except (OSError, *DECODE_ERRORS) as error:
         raise TransferFailed(f"disk: {path}: {error}") from error
     if (index.version, index.worker) != (version, worker) or nbytes != index.nbytes:
@@ -302,7 +304,7 @@ def read_boxes(
         for index in indices:
             try:
                 files[index.worker] = stack.enter_context(
-                    safe_open(str(home / Path(index.file).name), framework="pt")
+                    safe_open(str(home / index.file), framework="pt")
                 )
             except (SafetensorError, OSError):
                 unreadable.append(index.worker)
@@ -315,16 +317,11 @@ def read_boxes(
                     common = wanted.intersect(entry.box)
                     if common is None or worker in unreadable:
                         continue
-                    position = parameters[shard.parameter]
-                    dtype = manifest.parameters[position].dtype
                     # This call stays outside the `try` below: an error here comes from this rank's
                     # memory, so the file must not be reported as unreadable.
-                    view = memory.view(
-                        addresses[position] + _offset_in_parameter(shard, common),
-                        common.sizes or (1,),
-                        shard.strides_bytes or (dtype.itemsize,),
-                        dtype,
-                    )
+                    position = parameters[shard.parameter]
+                    dtype = manifest.parameters[position].dtype
+                    view = _view(shard, common, addresses[position], dtype, memory)
                     try:
                         part = _slice(files[worker], entry, common).reshape(view.shape)
                     except (SafetensorError, OSError, RuntimeError):
@@ -335,6 +332,63 @@ def read_boxes(
                     todo.extend(wanted.subtract(common))
     memory.settle(OWN_WORK_S)
     return unreadable
+
+
+def differing_ties(
+    home: Path,
+    indices: Sequence[DiskIndex],
+    manifest: ShardManifest,
+    addresses: Sequence[int],
+    memory: MemoryOps,
+) -> str:
+    """Compare tied tensors that the files contain under several names. Call this after `read_boxes`, with its arguments.
+
+    Returns:
+        Message about two tied tensors with different values; empty if there are none.
+
+    Raises:
+        TransferFailed: a file cannot be read.
+    """
+    import torch
+    from safetensors import SafetensorError, safe_open
+
+    holders = _holders(indices)
+    files = {index.worker: home / index.file for index in indices}
+    parameters = {p.name: i for i, p in enumerate(manifest.parameters)}
+    for shard in manifest.shards():
+        found = _entries_of(shard.tensor, holders, indices, manifest)
+        if len({entry.tensor for _, entry in found}) < 2:
+            continue
+        position = parameters[shard.parameter]
+        dtype = manifest.parameters[position].dtype
+        for worker, entry in found:
+            if (common := shard.box.intersect(entry.box)) is None:
+                continue
+            held = _view(shard, common, addresses[position], dtype, memory)
+            try:
+                with safe_open(str(files[worker]), framework="pt") as file:
+                    stored = _slice(file, entry, common).reshape(held.shape)
+            except (SafetensorError, OSError, RuntimeError) as error:
+                raise TransferFailed(f"disk: {files[worker]}: {error}") from error
+            # Compare bytes, because NaN is not equal to NaN.
+            sent = stored.to(held.device, held.dtype).contiguous().view(torch.uint8)
+            if not torch.equal(sent, held.contiguous().view(torch.uint8)):
+                names = " and ".join(sorted(repr(entry.tensor) for _, entry in found))
+                return (
+                    f"the engine ties {names}, but the files contain different values; keep them tied in training, or serve "
+                    "the model with tie_word_embeddings=false"
+                )
+    return ""
+
+
+def _view(shard: Shard, part: Box, address: int, dtype: DType, memory: MemoryOps) -> Any:
+    """Return a part of a shard as a tensor. `address` and `dtype` are those of the shard's parameter."""
+    return memory.view(
+        address + _offset_in_parameter(shard, part),
+        part.sizes or (1,),
+        shard.strides_bytes or (dtype.itemsize,),
+        dtype,
+    )
 
 
 def _holders(indices: Sequence[DiskIndex]) -> dict[str, list[tuple[str, DiskEntry]]]:

@@ -14,7 +14,8 @@ import msgspec
 import xxhash
 
 from windlass.backends.collective_group import Rendezvous, TorchBroadcastGroup, join_group
-from windlass.backends.disk_files import DiskEntry, DiskIndex, read_boxes
+from windlass.backends.disk_files import DiskEntry, DiskIndex, differing_ties, read_boxes
+from windlass.checkpoint_files import ADAPTER, checkpoint_files, require_file
 from windlass.config import CollectiveFabric, UpdateMode
 from windlass.control.messages import BeginDriven, Command, Result
 from windlass.control.push_messages import JoinPushGroup, ReadFiles, ReceiveTensors
@@ -279,24 +280,39 @@ class PushReceiver:
         self._missing.difference_update(row for row, _ in found)
 
     def read_files(self, folder: str) -> None:
-        """Read this rank's boxes from all safetensors files of a checkpoint folder into the shadow copy.
+        """Read this rank's boxes from the safetensors files of a checkpoint folder into the shadow copy.
+
+        Read the files that an engine would load from this folder, and an adapter in it. If two files contain a tensor of
+        the same name, use the tensor of the later file, as engines do.
 
         Raises:
-            TransferFailed: the folder has no safetensors file, a file is incomplete, or a value cannot be cast.
+            ConfigError: the index of the folder is invalid, or names a missing file.
+            PlanError: a tensor of the model has another shape in the files.
+            TransferFailed: the folder has no safetensors file, a file is incomplete, a value cannot be cast, or tied
+                weights have different values.
         """
         home = Path(folder)
-        indices = [_index_of(path) for path in sorted(home.glob("*.safetensors"))]
-        if not indices:
+        files = checkpoint_files(home)
+        if (adapter := home / ADAPTER).exists():
+            files.append(adapter)
+        if not files:
             raise TransferFailed(f"disk: {home}: contains no safetensors file")
+        indices = _latest([_index_of(path, home) for path in files])
+        shapes = self._shapes
+        for entry in (entry for index in indices for entry in index.entries):
+            if entry.tensor in shapes:
+                self._check_shape(entry.tensor, entry.sizes, shapes)
         memory, shadow = self._require_update()
-        unreadable = read_boxes(home, indices, self._manifest, shadow.addresses, memory)
-        if unreadable:
+        arguments = home, indices, self._manifest, shadow.addresses, memory
+        if unreadable := read_boxes(*arguments):
             raise TransferFailed(f"disk: {home}: cannot read {', '.join(sorted(set(unreadable)))}")
+        if differing := differing_ties(*arguments):
+            raise TransferFailed(f"{self._manifest.worker}: {differing}")
         for index in indices:
             for entry in index.entries:
-                for row, shard in self._shards.get(entry.tensor, ()):
-                    if entry.box.contains(shard.box):
-                        self._missing.discard(row)
+                self._missing.difference_update(
+                    row for row, _ in self._shards.get(entry.tensor, ())
+                )
 
     def apply(self) -> None:
         """Copy the shadow copy over the live parameters.
@@ -348,24 +364,32 @@ class PushReceiver:
 
     def _check_tensors(self, tensors: Sequence[WireTensor]) -> None:
         """Raise PlanError if a tensor is not in the engine's model, has another shape, or cannot be cast."""
-        shapes = {spec.name: spec.shape for spec in self._manifest.tensors}
-        for alias, name in self._manifest.aliases.items():
-            shapes[alias] = shapes[name]
-        worker = self._manifest.worker
+        shapes, worker = self._shapes, self._manifest.worker
         for tensor in tensors:
             if tensor.name not in shapes:
                 raise PlanError(
                     f"{worker}: must receive a tensor of the engine's model, got {tensor.name!r}"
                 )
-            if shapes[tensor.name] != tensor.shape:
-                raise PlanError(
-                    f"{worker}: shape of {tensor.name!r} must be {shapes[tensor.name]}, "
-                    f"got {tensor.shape}"
-                )
+            self._check_shape(tensor.name, tensor.shape, shapes)
             for _, shard in self._shards.get(tensor.name, ()):
                 wanted = self._manifest.parameters[self._indices[shard.parameter]].dtype
                 if refusal := cast_refusal(tensor.dtype, wanted):
                     raise PlanError(f"{worker}: tensor {tensor.name!r}: {refusal}")
+
+    @property
+    def _shapes(self) -> dict[str, tuple[int, ...]]:
+        """Name or alias of each tensor of the engine's model -> its shape."""
+        shapes = {spec.name: spec.shape for spec in self._manifest.tensors}
+        return shapes | {alias: shapes[name] for alias, name in self._manifest.aliases.items()}
+
+    def _check_shape(
+        self, name: str, shape: tuple[int, ...], shapes: Mapping[str, tuple[int, ...]]
+    ) -> None:
+        """Raise PlanError if a tensor has another shape than in the engine's model. `shapes`: see `_shapes`."""
+        if shapes[name] != shape:
+            raise PlanError(
+                f"{self._manifest.worker}: shape of {name!r} must be {shapes[name]}, got {shape}"
+            )
 
     def _differing(self, memory: MemoryOps, found: Sequence[tuple[int, StridedCopy]]) -> str:
         """Compare tied tensors before their copies run; return the message about a difference, or an empty string.
@@ -415,16 +439,18 @@ class PushReceiver:
         )
 
 
-def _index_of(path: Path) -> DiskIndex:
-    """Return an index of a checkpoint file, with one entry per tensor.
+def _index_of(path: Path, home: Path) -> DiskIndex:
+    """Return an index of a checkpoint file in the folder `home`, with one entry per tensor.
 
-    The field `worker` is the file's name, because `read_boxes` returns this field for unreadable files.
+    The field `worker` is the file's path in `home`, because `read_boxes` returns this field for unreadable files.
 
     Raises:
+        ConfigError: the path does not exist, or is not a file.
         TransferFailed: the file cannot be read.
     """
     from safetensors import SafetensorError, safe_open
 
+    require_file(path)
     try:
         with safe_open(str(path), framework="pt") as file:
             shapes: dict[str, Any] = {key: file.get_slice(key).get_shape() for key in file.keys()}  # noqa: SIM118
@@ -433,4 +459,16 @@ def _index_of(path: Path) -> DiskIndex:
     entries = tuple(
         DiskEntry(name, name, (0,) * len(shape), tuple(shape)) for name, shape in shapes.items()
     )
-    return DiskIndex(-1, path.name, path.name, path.stat().st_size, "", entries, {})
+    name = str(path.relative_to(home))
+    return DiskIndex(-1, name, name, path.stat().st_size, "", entries, {})
+
+
+def _latest(indices: Sequence[DiskIndex]) -> list[DiskIndex]:
+    """Return the indices without the entries of tensors that a later file contains too."""
+    last = {entry.tensor: number for number, index in enumerate(indices) for entry in index.entries}
+    return [
+        msgspec.structs.replace(
+            index, entries=tuple(e for e in index.entries if last[e.tensor] == number)
+        )
+        for number, index in enumerate(indices)
+    ]

@@ -12,13 +12,13 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
+from windlass.checkpoint_files import ADAPTER
 from windlass.errors import ConfigError, UnsupportedLayout
 
 if TYPE_CHECKING:
     import torch
 
 CONFIG = "adapter_config.json"
-WEIGHTS = "adapter_model.safetensors"
 
 
 @dataclass(frozen=True, slots=True)
@@ -161,10 +161,10 @@ def adapter_of(text: str, option: str = "--adapter") -> Adapter | None:
     folder = Path(place).absolute()
     if not name or not place:
         raise ConfigError(f"{option} must be NAME=FOLDER, got {text!r}")
-    missing = [file for file in (WEIGHTS, CONFIG) if not (folder / file).is_file()]
+    missing = [file for file in (ADAPTER, CONFIG) if not (folder / file).is_file()]
     if missing:
         raise ConfigError(
-            f"{option} {name}: {folder} must contain {WEIGHTS} and {CONFIG}, but has no "
+            f"{option} {name}: {folder} must contain {ADAPTER} and {CONFIG}, but has no "
             f"{' and no '.join(missing)}"
         )
     try:
@@ -191,5 +191,5 @@ def saved(weights: Iterator[tuple[str, torch.Tensor]], like: Path) -> Iterator[P
         folder = Path(name)
         shutil.copy(like / CONFIG, folder)
         tensors = {name: tensor.cpu().contiguous() for name, tensor in weights}
-        save_file(tensors, folder / WEIGHTS, metadata={"format": "pt"})
+        save_file(tensors, folder / ADAPTER, metadata={"format": "pt"})
         yield folder

@@ -2,21 +2,17 @@
 
 from __future__ import annotations
 
-import codecs
 import math
-import os
-import re
 from collections.abc import Collection, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from pathlib import Path, PurePath
+from pathlib import Path
 from typing import Any, final
 
-import msgspec
 import torch
 
+from windlass.checkpoint_files import ADAPTER, checkpoint_files, require_file
 from windlass.element_ids.codes import CheckpointSpec
-from windlass.engines.adapters import WEIGHTS
 from windlass.engines.quantised import is_declared
 from windlass.engines.spec import AgentSettings
 from windlass.errors import ConfigError, UnsupportedLayout
@@ -26,8 +22,6 @@ from windlass.layout.quantization import QuantizedTensor, scale_shape
 _EXACT = (DType.FLOAT32, DType.BFLOAT16, DType.FLOAT16, DType.FLOAT8_E4M3)
 _SAFETENSORS = {dtype.safetensors_name: dtype for dtype in _EXACT}
 _INTEGERS_STORED = ("BOOL", "U8", "I8", "I16", "I32", "I64")
-INDEX = "model.safetensors.index.json"
-"""Name of the file that maps tensor names to safetensors files."""
 SCALE_SUFFIX = "_scale_inv"
 """Suffix that turns the name of a float8 matrix into the name of its scales."""
 
@@ -89,57 +83,6 @@ def checkpoint_specs(folder: Path, *, adapter: bool = False) -> tuple[Checkpoint
     return tuple(found.values())
 
 
-class _Index(msgspec.Struct, frozen=True):
-    weight_map: dict[str, str]
-
-
-def _files(folder: Path, adapter: bool) -> list[Path]:
-    """Return the safetensors files of a checkpoint in the order in which engines read them (`model-2` before `model-10`).
-
-    The order matters if two files have a tensor of the same name: the later file wins. If the folder has no index,
-    return all safetensors files except the file of an adapter. If `adapter` is True, return only the adapter's file.
-
-    Raises:
-        ConfigError: the index is invalid, or names a file outside the folder.
-    """
-    if adapter:
-        return [folder / WEIGHTS]
-    index = folder / INDEX
-    if not os.path.lexists(index):
-        found = (file for file in folder.glob("*.safetensors") if file.name != WEIGHTS)
-        return sorted(found, key=_natural)
-    _require_file(index)
-    try:
-        content = index.read_bytes().removeprefix(codecs.BOM_UTF8)
-        named = msgspec.json.decode(content, type=_Index).weight_map
-    except msgspec.DecodeError as error:
-        raise ConfigError(
-            f"checkpoint: {index} must have a `weight_map` of names to files: {error}"
-        ) from error
-    for name, file in named.items():
-        place = PurePath(file)
-        if place.is_absolute() or ".." in place.parts:
-            raise ConfigError(
-                f"checkpoint: {index} must name files inside the folder, got {file!r} for {name!r}; put the file "
-                "into the folder, or a link to it"
-            )
-    return sorted({folder / file for file in named.values()}, key=_natural)
-
-
-def _require_file(path: Path) -> None:
-    """Raise ConfigError unless `path` is a file or a link to a file, because opening a FIFO would block."""
-    if not path.is_file():
-        raise ConfigError(
-            f"checkpoint: {path} must be a file or a link to a file, but is a folder, a FIFO or a broken link"
-        )
-
-
-def _natural(file: Path) -> tuple[list[tuple[int, str]], str]:
-    """Return a sort key for a file. The key compares numbers in file names by value, so that 10 comes after 9."""
-    pieces = re.split(r"(\d+)", file.name)
-    return [(int(p), "") if p.isdecimal() else (-1, p) for p in pieces], str(file)
-
-
 @contextmanager
 def _opened(folder: Path, adapter: bool) -> Iterator[dict[str, Any]]:
     """Open all files of a checkpoint; yield tensor name -> open safetensors file.
@@ -149,15 +92,13 @@ def _opened(folder: Path, adapter: bool) -> Iterator[dict[str, Any]]:
     """
     from safetensors import SafetensorError, safe_open
 
-    files = _files(folder, adapter)
+    files = [folder / ADAPTER] if adapter else checkpoint_files(folder)
     if not files:
         raise ConfigError(f"checkpoint: {folder} must contain safetensors files, got none")
     with ExitStack() as stack:
         stored: dict[str, Any] = {}
         for file in files:
-            if not os.path.lexists(file):
-                raise ConfigError(f"checkpoint: {file} does not exist, but {INDEX} names it")
-            _require_file(file)
+            require_file(file)
             try:
                 opened = stack.enter_context(safe_open(file, framework="pt"))
             except (SafetensorError, OSError) as error:
