@@ -183,7 +183,7 @@ def _quiet_libraries() -> Iterator[None]:
 def _automatic(offers: Sequence[TransportOffer]) -> list[Finding]:
     """Report which transport `auto` would choose within this host and between hosts.
 
-    Return one finding for each kind of memory that at least one of the offers reaches.
+    Return one finding for each kind of memory for which there is an offer.
     """
     findings = []
     for kind in MemoryType:

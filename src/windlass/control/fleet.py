@@ -185,7 +185,7 @@ class Group:
 
     @property
     def unwritten(self) -> frozenset[str]:
-        """Names of tensors of an engine with a version that no update has written; see `Hello.unwritten`."""
+        """Names of this engine's tensors that no update has written; empty without a version. See `Hello.unwritten`."""
         return frozenset[str]().union(*(agent.unwritten or () for agent in self.agents.values()))
 
     @property

@@ -87,7 +87,7 @@ def note_held(port: int, held: HeldRecord | None) -> None:
             return
         write_file(own_folder() / _record(port), msgspec.json.encode(held))
     except (ConfigError, OSError) as error:
-        _log.warning("cannot write or delete the record why this engine is held: %s", error)
+        _log.warning("cannot write or delete the record of the held engine: %s", error)
 
 
 def held_for(port: int) -> HeldRecord | None:

@@ -59,7 +59,7 @@ class AuditedVersion(msgspec.Struct, frozen=True, kw_only=True):
 
 @contextlib.contextmanager
 def _opened(path: Path) -> Iterator[sqlite3.Connection]:
-    """Open the file for one transaction, which is committed at the end of the block."""
+    """Open the file for one transaction. The end of the block commits the transaction."""
     connection = sqlite3.connect(path, timeout=60.0)
     try:
         with connection:

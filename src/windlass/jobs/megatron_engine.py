@@ -156,8 +156,8 @@ class MegatronEngine(TrainEngine):
     def setup(self, context: TrainContext) -> tuple[int, int]:
         """Start all process groups, build the chunks and the optimizer, and connect to the fleet. Collective.
 
-        Set the random seeds, and the callbacks in Megatron's configuration that scale and finalise gradients and defer
-        their reduction. Also set `calculate_per_token_loss` to False, because `loss_mean` says over what the loss is averaged.
+        Set the random seeds. Set the callbacks in Megatron's configuration: they scale and finalise gradients, and defer
+        the reduction of gradients. Also set `calculate_per_token_loss` to False, because `loss_mean` determines the mean.
 
         Returns:
             Data-parallel rank of this rank, and number of data-parallel ranks.

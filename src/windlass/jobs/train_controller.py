@@ -248,7 +248,7 @@ class TrainController:
 
         First end the ranks of an earlier call, and clear their failure. The new ranks do not load a checkpoint; see
         `load`. If an engine still runs on the nodes that the scheduler reserved for the earlier ranks, the new ranks
-        start on these nodes, too.
+        start on the same nodes.
 
         Args:
             url: URL of the server on which this object is mounted, as the ranks can reach it.

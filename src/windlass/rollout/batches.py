@@ -616,7 +616,7 @@ class BatchClient(Closing):
 
         If samples of the step have large tensors, the processes that hold the tensors of this shard write them into memory
         of this process. If a write fails, the client requests it again. The call returns when every rank has its tensors.
-        If a tensor is lost, for example because its worker has ended, all ranks wait until the batch is put again.
+        If a tensor is lost, for example because its worker has ended, all ranks wait until the batch is in the queue again.
 
         When this process has dropped all tensors of a batch, and all arrays that share their memory, a later batch may
         use this memory.
@@ -696,7 +696,7 @@ class BatchClient(Closing):
         Raises:
             AuthenticationError: wrong token.
             PeerTimeout: the tensors did not arrive within `deadline_s`.
-            TransferError: `MAX_WRITES` writes have failed.
+            TransferError: `MAX_WRITES` writes have failed. Writes whose bytes may still arrive do not count.
         """
         what = (
             f"BatchClient: got no tensors of step {batch.step} from {self._url} in {deadline_s:g} s"

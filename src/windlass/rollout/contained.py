@@ -57,7 +57,7 @@ class _Factory:
             return self._create(loop, coroutine, **settings)
         wrapped = _converted(coroutine)
         if isinstance(coroutine, CoroutineType) and isinstance(wrapped, CoroutineType):
-            # The name of the coroutine is part of the text of the task.
+            # `repr(task)` contains the name of the coroutine.
             wrapped.__qualname__ = coroutine.__qualname__
         task = self._create(loop, wrapped, **settings)
         # If the task is cancelled before its first step, the inner coroutine never starts.

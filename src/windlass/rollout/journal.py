@@ -228,7 +228,7 @@ class PersistedState:
             )
 
     def delivery_of(self, submitted: Submitted) -> int:
-        """Return the number of the delivery of a submission's group; 0 if the group was not delivered."""
+        """Return `PersistedTask.delivery` of a submission's group; 0 if the group was not delivered."""
         return max([self.tasks[task_id].delivery for task_id in self._left(submitted)])
 
     def _drop_broken_groups(self) -> None:

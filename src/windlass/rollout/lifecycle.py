@@ -684,8 +684,8 @@ class Lifecycle:
         """Discard buffered answers that are too old, and stop attempts whose answers would be too old.
 
         An answer that is delivered again is never too old: the trainer trains on it again with the same weights as the first
-        time, although these weights now have a higher version number. An answer that is generated in its place has no such
-        exemption.
+        time, although these weights now have a higher version number. A new answer in its
+        place can be too old.
         """
         throws_away, buffered = self._policy.throws_away, self.table.buffered.values()
         old = [

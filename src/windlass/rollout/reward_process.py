@@ -103,7 +103,7 @@ def import_function(
 
 
 async def _result(value: Awaitable[object]) -> object:
-    """Await a value. `asyncio.Runner.run` needs this coroutine, because it accepts no other awaitable."""
+    """Await a value. `asyncio.Runner.run` accepts only coroutines, so this function wraps other awaitables."""
     return await value
 
 

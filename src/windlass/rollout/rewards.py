@@ -234,7 +234,7 @@ class RewardProcess:
         )
 
     def _write(self, content: bytes) -> None:
-        """Write a frame into the buffer of the socket; `_frame` waits until it is sent."""
+        """Write a frame with this content into the buffer of the socket; `_frame` waits until the buffer is sent."""
         self._writer.write(LENGTH.pack(len(content)) + content)
 
     async def _answer(self, what: str, late: str, deadline_s: float) -> Ready | Scored | Raised:

@@ -112,7 +112,8 @@ async def _tell_workers(http: aiohttp.ClientSession, url: str, fleet: _Fleet) ->
         for engine in fleet.engines
         if engine.routable and engine.url.rstrip("/") not in known
     ]
-    # Make all changes at the same time. An engine that the router cannot add must not keep an old engine in its list.
+    # Make all changes at the same time. If the router cannot add one engine, it must still remove the
+    # other engines.
     found = await asyncio.gather(*changes, return_exceptions=True)
     for each in found:
         if isinstance(each, BaseException):

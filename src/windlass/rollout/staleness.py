@@ -115,7 +115,7 @@ class StalenessPolicy:
         return self._room() < 1
 
     def _room(self) -> int:
-        """Return the number of samples that both bounds admit; negative if more samples wait than they allow."""
+        """Return the number of samples that both bounds admit; negative if there are more samples than the bounds allow."""
         num_batches = self.max_staleness + self.version - self.start_version + 1
         by_version = self.start_consumed + num_batches * self.batch_size
         ahead = self.accepted - self.consumed + self.running

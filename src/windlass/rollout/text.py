@@ -80,7 +80,7 @@ class Chat(TemplateInput, frozen=True, omit_defaults=True):
 
 
 def check_template_arguments(what: str, arguments: Mapping[str, object]) -> None:
-    """Raise `ConfigError` if a name is an argument of `apply_chat_template` itself, and not of the template.
+    """Raise `ConfigError` if a key of `arguments` is the name of an argument of `apply_chat_template` itself.
 
     `what` is the beginning of the error's text.
     """

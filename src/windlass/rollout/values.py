@@ -178,7 +178,7 @@ def encode_value(
 def encode_plain(
     what: str, value: object, plain: Callable[[object], object] = plain_value
 ) -> bytes:
-    """Encode a value of any size, for the files of this process; for arguments see `encode_value`.
+    """Encode a value of any size for a file of the job. For arguments see `encode_value`.
 
     Raises:
         ConfigError: the value is not msgpack-plain.

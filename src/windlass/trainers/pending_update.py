@@ -65,7 +65,7 @@ class PendingUpdate:
         Raises:
             RoundAborted: the version was not published; the message has the reason. The engines continue to serve the
                 old version.
-            PeerTimeout: the round did not end within `deadline_s`; the caller may call `result` again. Or it did not end
+            PeerTimeout: the round did not end within `deadline_s` (the caller may call `result` again), or it did not end
                 within the deadline of `publish`.
         """
         if not wait([self._report], deadline_s).done:

@@ -61,8 +61,8 @@ class KeptTensors:
         before = {name: digest for name, digest in self._digests.items() if name in held}
         if not are_whole and (new := held - before.keys()):
             raise PlanError(
-                f"keep: {said(new)} of {self._manifest.worker} must have whole values, but the weights of this engine are "
-                "lost or may be of two versions; publish these tensors too, or start the engine again"
+                f"keep: {said(new)} of {self._manifest.worker} must have the values of one version, but the weights of this "
+                "engine are lost or may be of two versions; publish these tensors too, or start the engine again"
             )
         self._digests = self._digests_of(held - before.keys()) | before
 

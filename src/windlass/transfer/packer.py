@@ -284,7 +284,7 @@ class Packer:
 
 
 def _packed(program: LinkProgram, peer: Peer, parts: Sequence[PackedPart]) -> Pieces:
-    """Return the addresses of packed parts here and at the peer, and their sizes."""
+    """Return three columns of packed parts: addresses in this process, addresses at the peer, and sizes."""
     rows = [(p.address, peer.address_of(program.ops[p.op]) + p.start, p.nbytes) for p in parts]
     local, remote, nbytes = np.ascontiguousarray(np.array(rows, np.uint64).reshape(-1, 3).T)
     return local, remote, nbytes

@@ -158,7 +158,7 @@ class PullTransport(RegionTransport):
         return WireReport("pull", "process_vm_readv", f"pid {self._endpoint.address}")
 
     def max_pieces(self, endpoint: PeerEndpoint) -> int:  # noqa: ARG002
-        """Return `MAX_PIECES`, the limit of one request. The reader maps the writer's allocations once per request."""
+        """Return `MAX_PIECES`, so that a link needs few requests. For each request, the reader maps the allocations again."""
         return MAX_PIECES
 
     def fence(self, *, deadline_s: float) -> None:

@@ -206,7 +206,10 @@ class Node:
 
     @property
     def is_model_tensor(self) -> bool:
-        """Whether the object is a tensor of the model. A tensor that the walk got by a call is freed after the walk."""
+        """Whether the object is a tensor that the model keeps.
+
+        False for a tensor that a call by the walk returned, because such a tensor is freed after the walk.
+        """
         return isinstance(self.item, torch.Tensor) and self.join is not Join.CALL
 
     def put(self, value: object) -> bool:

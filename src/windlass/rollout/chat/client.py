@@ -80,7 +80,7 @@ def set_reward(
     metadata: object = None,
     deadline_s: float = 30.0,
 ) -> None:
-    """Set the reward of a session, and close the session. The request is repeated until it is answered.
+    """Set the reward of a session, and close the session. Repeat the request until the endpoint answers it.
 
     Args:
         base_url: address of the session's endpoint; the agent's OpenAI client has the same `base_url`.

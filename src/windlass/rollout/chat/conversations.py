@@ -63,7 +63,10 @@ class _Answered:
         return tuple(message.reasoning.strip() for message in self.messages)
 
     def num_equal_reasoning(self, messages: Sequence[Message]) -> int:
-        """Return how many of these messages have the same reasoning as the recorded message at their place. Skip empty reasoning."""
+        """Return the number of these messages that have the same reasoning as the recorded message at their place.
+
+        Messages without reasoning do not count.
+        """
         pairs = zip(self.reasoning, messages, strict=False)
         return sum(message.reasoning.strip() == own != "" for own, message in pairs)
 
@@ -139,7 +142,7 @@ class Conversations:
         return Prompt(ids + output[:num_visible] + after, branch=WITHOUT_END)
 
     def _num_visible(self, ids: tuple[int, ...]) -> int:
-        """Return the number of token ids that are left without the ids at the end that add no text."""
+        """Return the length of `ids`, not counting the last ids that add no text."""
         whole, number = self._text.decode(ids), len(ids)
         while number and not self._text.decode(ids[number - 1 : number]):
             # The text of a token may depend on the tokens before it.
@@ -183,7 +186,10 @@ class Conversations:
     def _continued(
         self, known: _Answered, messages: tuple[Message, ...], template: Template
     ) -> Prompt:
-        """Return a prompt that continues an earlier answer, or a branch if the chat template rewrites earlier messages."""
+        """Return a prompt that continues an earlier answer.
+
+        If the chat template now renders the earlier messages differently, return a new prompt with the branch `REWRITES`.
+        """
         whole = self._rendered(messages, template)
         after = self._after_last(known, whole, template)
         after = after or self._after_any(known, messages, whole, template)

@@ -566,9 +566,9 @@ async def _stream(
 ) -> web.StreamResponse:
     """Call `reply`, and send its server-sent events to the client immediately.
 
-    The stream begins with the first event, or with a comment if there is no event within `STREAM_PING_S`. An error
-    before the stream begins is answered with an HTTP status. If the client disconnects or reads nothing, cancel `reply`;
-    this ends the engine's generation.
+    The stream begins with the first event, or with a comment if there is no event within `STREAM_PING_S`. If
+    `reply` raises an error before that, send the error with an HTTP status. If the client disconnects or reads nothing,
+    cancel `reply`; the engine then stops generating.
     """
     parts = asyncio.Queue[bytes]()
     job = asyncio.ensure_future(reply(parts.put_nowait))

@@ -285,8 +285,8 @@ class ChatSession:
     async def request(self) -> AsyncIterator[None]:
         """Count a request of the agent during a `with` block. Log lines of the block have the task id and the attempt.
 
-        The block begins when fewer than `Limits.max_requests` other requests are being answered. The agent counts as
-        lost after `idle_s` without a request. This time starts when the last running request ends.
+        The block begins when fewer than `Limits.max_requests` other requests are being answered. The end of the last
+        running request starts the time after which the agent counts as lost (`idle_s` of `wait_for_reward`).
 
         Raises:
             ApiError: too many requests wait, or the session has ended.
