@@ -317,8 +317,8 @@ def read_boxes(
                     common = wanted.intersect(entry.box)
                     if common is None or worker in unreadable:
                         continue
-                    # This call stays outside the `try` below: an error here comes from this rank's
-                    # memory, so the file must not be reported as unreadable.
+                    # The call of `_view` is outside the `try` below: its errors come from this rank's memory, so the
+                    # file must not be reported as unreadable.
                     position = parameters[shard.parameter]
                     dtype = manifest.parameters[position].dtype
                     view = _view(shard, common, addresses[position], dtype, memory)
@@ -341,7 +341,9 @@ def differing_ties(
     addresses: Sequence[int],
     memory: MemoryOps,
 ) -> str:
-    """Compare tied tensors that the files contain under several names. Call this after `read_boxes`, with its arguments.
+    """Compare tied tensors that the files contain under several names.
+
+    Call this after `read_boxes`, with the same arguments.
 
     Returns:
         Message about two tied tensors with different values; empty if there are none.

@@ -282,8 +282,8 @@ class PushReceiver:
     def read_files(self, folder: str) -> None:
         """Read this rank's boxes from the safetensors files of a checkpoint folder into the shadow copy.
 
-        Read the files that an engine would load from this folder, and an adapter in it. If two files contain a tensor of
-        the same name, use the tensor of the later file, as engines do.
+        Read the files that an engine would load from this folder, and the file of an adapter if the folder has one. If two
+        files contain a tensor of the same name, use the tensor of the later file, as engines do.
 
         Raises:
             ConfigError: the index of the folder is invalid, or names a missing file.

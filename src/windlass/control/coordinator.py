@@ -156,7 +156,8 @@ class Coordinator:
             self.tasks.spawn(self.members.report_to(session.agent.identity, report))
         elif (
             trainers.complete
-            and self.requests.num_waiting >= trainers.world_size  # cheap test before `pop_all`
+            # This test is cheaper than `pop_all`.
+            and self.requests.num_waiting >= trainers.world_size
             and (announced := self.requests.pop_all(trainers.workers))
         ):
             self._missing.stop()

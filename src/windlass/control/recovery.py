@@ -267,7 +267,8 @@ class CatchUps:
             attempts.unable.update(donor.identities for donor in candidates)
             return
         donor, plan = found
-        donor_identities = donor.identities  # the group may change during the copy
+        # Read this before the copy, because the group may change during the copy.
+        donor_identities = donor.identities
         try:
             report = await self._copy(donor, newcomer, plan)
         except WindlassError as error:

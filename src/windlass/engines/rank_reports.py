@@ -237,7 +237,8 @@ class RankReports(ExitStack):
     def __init__(self, world_size: int, secrets: Secrets = Secrets()) -> None:  # noqa: B008 - frozen
         super().__init__()
         self._world_size = world_size
-        with ExitStack() as undo:  # delete the folder with the secrets if an error occurs here
+        # Delete the folder with the secrets if an error occurs in this block.
+        with ExitStack() as undo:
             undo.push(self)
             self.folder = self.enter_context(tempfile.TemporaryDirectory(prefix=_PREFIX))
             (Path(self.folder) / _SECRETS).write_bytes(msgspec.json.encode(secrets))

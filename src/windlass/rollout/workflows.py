@@ -79,7 +79,7 @@ class _PlainTokens(msgspec.Struct, frozen=True):
 class _PlainTurn(msgspec.Struct, frozen=True):
     """`Turn` with the types and limits that msgspec checks.
 
-    msgspec needs 3 us for 128 tokens on an EPYC core, checks in Python 12 us.
+    On an EPYC core, msgspec checks 128 tokens in 3 us. Checks in Python take 12 us.
     """
 
     prompt_ids: tuple[PlainInteger, ...]
@@ -191,8 +191,9 @@ class WorkflowContext:
         if isinstance(turn, Turn) and (id(turn.prompt_ids), id(turn.output)) not in self._made:
             try:
                 plain = msgspec.convert(turn, _PlainTurn, from_attributes=True)
+            # The code below converts the values, or raises an error that names the wrong value.
             except msgspec.ValidationError:
-                pass  # the code below converts the values, or names the wrong one
+                pass
             else:
                 tokens = plain.output
                 if math.isfinite(sum(tokens.logprobs)):

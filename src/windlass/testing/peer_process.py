@@ -160,7 +160,8 @@ class PeerProcess(Closing):
         self._process.kill()
         self._process.wait(ANSWER_S)
         for pipe in (self._input, self._output):
-            with suppress(BrokenPipeError):  # the child has not read its last command
+            # The child may have ended before it read its last command.
+            with suppress(BrokenPipeError):
                 pipe.close()
 
     def close(self) -> None:

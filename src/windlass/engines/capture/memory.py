@@ -286,7 +286,8 @@ def bytes_in(item: Any) -> np.ndarray[Any, np.dtype[np.uint8]] | None:
             if not view.readonly and len(view) <= _LARGEST_MAP:
                 return np.frombuffer(view, np.uint8)
         return None
-    with suppress(ValueError):  # a closed buffer
+    # A closed buffer raises ValueError.
+    with suppress(ValueError):
         return np.frombuffer(item.getbuffer() if isinstance(item, io.BytesIO) else item, np.uint8)
     return None
 

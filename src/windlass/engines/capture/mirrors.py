@@ -338,7 +338,8 @@ def _forms(tensor: torch.Tensor, width: int | None = None) -> Iterator[torch.Ten
             continue
         try:
             yield matrix.view(-1, matrix.shape[-1])
-        except RuntimeError:  # the strides between the matrix's rows differ
+        # The strides between the matrix's rows differ.
+        except RuntimeError:
             continue
 
 
@@ -773,12 +774,14 @@ class Later:
 
     def refill(self) -> None:
         """Copy weights into all mirrors, and wait until GPUs have finished the copies."""
-        with torch.inference_mode():  # torch forbids writes to inference tensors outside this mode
+        # torch forbids writes to inference tensors outside inference mode.
+        with torch.inference_mode():
             for mirror in self.mirrors.values():
                 mirror.refill()
         targets = (part.target for mirror in self.mirrors.values() for part in mirror.parts)
         for device in {target.device for target in targets if target.is_cuda}:
-            torch.cuda.synchronize(device)  # the engine's next step may run on another stream
+            # The engine's next step may run on another stream.
+            torch.cuda.synchronize(device)
 
 
 @final

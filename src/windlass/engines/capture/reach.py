@@ -718,7 +718,8 @@ def contents_of(cell: CellType) -> Iterator[tuple[str, object]]:
     """Yield an empty key and the value in a closure's cell; yield nothing for an empty cell."""
     try:
         yield "", cell.cell_contents
-    except ValueError:  # the cell is empty
+    # The cell is empty.
+    except ValueError:
         return
 
 

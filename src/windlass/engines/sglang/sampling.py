@@ -30,7 +30,8 @@ _OF_DRAFTS = ("compute_spec_logprobs", "compute_spec_v2_logprobs")
 def return_sampled_logprobs() -> None:
     """Patch SGLang's sampler to return log-probabilities of the distribution that it samples from. Idempotent."""
     module = sys.modules.get("sglang.srt.layers.sampler")
-    if module is None:  # this rank does not sample
+    # This rank does not sample.
+    if module is None:
         return
     Sampler: Any = vars(module)["Sampler"]  # noqa: N806 - a class
     forward = Sampler.forward
