@@ -86,9 +86,9 @@ def _is_exact(
 
     - Both engines store the tensor in the same dtype, and the donor does not round its values.
     - Both engines store the tensor in the same dtype, and round its values to the same dtype.
-    - The donor has the trainers' own values, because a trainer has the tensor in the dtype to which the donor rounds (or
-      in which the donor stores it, if it does not round). The copy then rounds each value once, as a transfer from the
-      trainers does.
+    - The donor has the trainers' own values: a trainer has the tensor in the dtype to which the donor rounds. If the donor
+      does not round, a trainer has the tensor in the dtype in which the donor stores it. The copy then rounds each value
+      once, as a transfer from the trainers does.
 
     Args:
         plan: plan from the donor's ranks to the newcomer's.

@@ -129,8 +129,8 @@ class EngineAgent:
         hooks: the engine.
         sender: sends the live weights to engines that join later; None if this rank cannot send.
         host: address at which other ranks can reach this rank, for backends with groups.
-        serves_own_weights: whether the engine serves its initial weights before the first version. It then resumes
-            with them if that version is not published.
+        serves_own_weights: whether the engine serves its initial weights before the first version. If the round of the
+            first version fails, the engine resumes with its initial weights.
         sleeper: memory of the rank that sleeps; None if the engine keeps its memory. While the weights are lost, the
             engine does not serve.
         used_nbytes: function that returns the bytes in use of this rank's memory; None to report none.

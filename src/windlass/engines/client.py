@@ -36,8 +36,8 @@ class EngineWeights:
         addresses: addresses of the live parameters, in manifest order. A parameter must never move.
         regions: registered memory regions; together they contain every live parameter.
         register_s: seconds that the registration took; shown in `/v1/status`.
-        remote: live parameters in another process, which peers write; `addresses` and `regions` then describe copies in
-            this process. None if the live parameters are in this process.
+        remote: live parameters, if they are in another process. Peers write them there, and `addresses` and `regions`
+            describe copies in this process. None if the live parameters are in this process.
         buffered: names of parameters from which the engine computes its own tensors after every update. The engine cannot
             keep tensors in these parameters (`keep` of `connect_trainer`).
         rounded: tensor -> dtype to which the engine rounds received values in the parameter itself. An engine that

@@ -405,8 +405,8 @@ class EngineRank:
             towards=settings.controller,
             memory_at=captured.addresses[0] if captured.addresses else 0,
         )
-        # The engine may be held since a failed round of its previous fleet. Delete the record of this: the new fleet fills
-        # the weights, and requests wait for its first version.
+        # If the engine was held after a failed round of its previous fleet, delete the record. The new fleet fills the
+        # weights, and requests wait for its first version.
         before = self._held_for, self._controller
         self._hold(None)
         self._controller = settings.controller

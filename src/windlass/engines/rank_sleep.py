@@ -12,7 +12,8 @@ from windlass.config import PauseMode
 class RankSleep:
     """State of the engine's sleep mode in one rank.
 
-    The engine's main loop, which sleeps and wakes, writes `asleep`, `is_lost` and `missed`. The agent's thread reads them.
+    The engine's main loop makes the rank sleep and wake, and writes `asleep`, `is_lost` and `missed`. The agent's thread
+    reads them.
 
     Args:
         on_change: function to call after each change of `is_lost`.
@@ -22,10 +23,10 @@ class RankSleep:
         asleep: kinds of memory that have no pages now, by the engine's names.
         missed: reason why an update cannot fill all values that the engine computed from its weights before it slept; empty
             if an update can.
-        caches_nbytes: bytes that the rank maps beside its weights before it serves; 0 if they are not known.
+        caches_nbytes: bytes that the rank must map before it serves, not counting its weights; 0 if they are not known.
         failure: reason why the last attempt to wake memory failed; empty if it did not fail.
-        ask: function of a pause mode and a deadline that makes every rank of the engine sleep; None if another rank or
-            only the trainer can do so.
+        ask: function that makes every rank of the engine sleep. Its arguments are a pause mode and a deadline. None if
+            another rank or only the trainer can do so.
     """
 
     WEIGHTS = "weights"

@@ -383,8 +383,8 @@ class FsdpEngine(TrainEngine):
             fully_shard(unit, mesh=self._shard_mesh, mp_policy=self._mixed_precision)
         fully_shard(model, mesh=self._shard_mesh, mp_policy=self._mixed_precision)
         # FSDP2 reduces the gradients of a unit as one vector. Without this setting (torch below 2.13 lacks it), the vector
-        # has no place for a parameter that this rank's samples do not use, such as an expert. Its gradient on other ranks
-        # would then be added to other parameters, without an error.
+        # has no place for a parameter that this rank's samples do not use, such as an expert. FSDP2 would then
+        # add the gradient of this parameter from other ranks to other parameters, without an error.
         is_known = "set_reduce_scatter_unused_params" in vars(FSDPModule)
         if is_known and isinstance(model, FSDPModule):
             model.set_reduce_scatter_unused_params(True)

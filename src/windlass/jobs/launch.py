@@ -380,7 +380,7 @@ class Job:
         )
         self._task_calls = CallThread("recipe tasks")
         self._asked_for_task_at: float | None = None
-        # Numbers of evaluations and of calls of hooks that have begun, and that have ended.
+        # Evaluations and calls of hooks: how many have begun, and how many have ended.
         self._num_pauses = self._num_pauses_ended = 0
         self._in_step = asyncio.Lock()
         """Lock held during a step or an update of the ranks. After a signal, the job waits for this lock."""

@@ -1,7 +1,7 @@
 """Fetch the held tensors of a batch into the memory of a trainer rank, see `windlass.rollout.held`.
 
 Ranks train on a batch together. So every rank confirms that it has all tensors of its shard, and the controller answers when
-all ranks have confirmed. If a tensor is lost, no rank gets the batch, and all wait until the batch is put again.
+all ranks have confirmed. If a tensor is lost, no rank gets the batch, and all wait until the batch is in the queue again.
 
 A rank may lose the answer to its request, or a write may miss its deadline. Bytes of that write may then arrive at any later
 time. The memory that they may arrive in is called late (see `RankTensors`). The rank copies received elements out of late

@@ -392,8 +392,8 @@ class WorkerPool:
         max_running: largest number of attempts that run at a time, at all workers together. A worker that has
             sent no outcome yet gets at most an equal share of this number, and a silent worker gets one attempt.
             So a worker cannot get all attempts if it accepts all tasks and never answers.
-        on_gone: called with the name of a worker whose held tensors are lost, the incarnation of the process that now has
-            this name (empty if there is none), and the reason.
+        on_gone: called if the held tensors of a worker are lost. Its arguments are the worker's name, the incarnation of
+            the process that has this name now (empty if there is none), and the reason.
 
     Attributes:
         workers: workers by name.

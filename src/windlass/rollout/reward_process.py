@@ -112,10 +112,10 @@ def _score(
 ) -> Scored | Raised:
     """Call the function for one rollout. Every exception becomes a `Raised`.
 
-    `runner` runs an async function. All calls have the same event loop, so that the function may keep connections.
+    If the function is async, `runner` runs it. All calls use the same event loop, so the function may keep connections.
 
-    If the function forks, it also returns or raises in the child process. The child then ends as any Python program ends.
-    Otherwise it would send a second answer, which the pool would take for the reward of the next rollout.
+    If the function forks, it also returns or raises in the child process. End the child then: otherwise the child would
+    send a second answer, and the pool would take this answer for the reward of the next rollout.
     """
     process_id = os.getpid()
     try:

@@ -36,8 +36,8 @@ MAX_FAILURES = 2
 class ServerRewards(msgspec.Struct, frozen=True, kw_only=True, tag="server", tag_field="kind"):
     """Settings of a reward server.
 
-    The request is `POST url` with `{"rollouts": [...]}`: the fields of `Rollout`. The answer is
-    `{"rewards": [...]}`, with a number or `{"error": TEXT}` per rollout. If WINDLASS_REWARD_TOKEN is set, requests carry
+    The request is `POST url` with `{"rollouts": [...]}`; each element has the fields of a `Rollout`. The answer is
+    `{"rewards": [...]}`; each element is a number or `{"error": TEXT}`. If WINDLASS_REWARD_TOKEN is set, requests carry
     it as `Authorization: Bearer TOKEN`.
 
     Attributes:

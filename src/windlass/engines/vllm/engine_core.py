@@ -458,7 +458,8 @@ def _quiesce(
         return call((pause_id, "", own_core.namespace.begin()))
     # If Windlass records versions, the tokens of running steps keep their version. The update then starts before the core
     # has processed these steps, and clients get the tokens of these steps after the update. But if clients choose the ids of
-    # requests, a client may repeat a request that has ended here, and vLLM would give the new request these tokens.
+    # requests, a client may repeat a request that has ended here, and vLLM would give the new request these tokens. Then
+    # process the running steps first.
     may_repeat = first == ABORTS and environment_value(CLIENTS_CHOOSE_IDS) not in {"", "0"}
     with _scheduler_paused(core, drain=may_repeat or not stamps_tokens()):
         found = call((pause_id, blocked_s, own_core.namespace.begin()))
