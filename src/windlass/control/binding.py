@@ -144,7 +144,7 @@ class Binding:
         return kept if kept.engines else None
 
     def joined(self, new: Binding) -> Binding:
-        """Return this binding plus `new`, in which the same trainers have bound engines that this binding lacks.
+        """Return this binding plus `new`. In `new`, the same trainers have bound engines that this binding lacks.
 
         `ended` is empty, because the trainers dropped the ended links when they bound `new`. `unused` and `costs` come
         from `new`.

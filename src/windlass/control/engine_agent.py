@@ -108,7 +108,7 @@ class Sleeper(Protocol):
 
     @property
     def caches_nbytes(self) -> int:
-        """Bytes that the rank maps beside its weights before it serves; 0 if they are not known."""
+        """Bytes that the rank must map before it serves, not counting its weights; 0 if they are not known."""
         ...
 
     def sleep(self, mode: PauseMode, deadline_s: float) -> None:

@@ -209,8 +209,8 @@ class EngineSpec:
         cpu_arguments: options to serve a small model on a machine without a GPU.
         cpu_environment: environment variables to serve a small model on a machine without a GPU.
         gpu_arguments: options to serve a small model on a GPU that other processes also use.
-        sleep_arguments: options with which a server on a GPU can free its memory while a trainer steps; empty if the engine
-            needs no option, or cannot do so.
+        sleep_arguments: options that let a server on a GPU free its memory while a trainer steps. Empty if the engine needs
+            no option for this, or cannot free its memory.
     """
 
     name: str

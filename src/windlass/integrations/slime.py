@@ -9,9 +9,9 @@ creates the weight updater (`backends/megatron_utils/actor.py`). No rank gathers
 switch to a version together. The servers are unmodified SGLang servers, with Windlass installed and
 WINDLASS_CONTROLLER=wait.
 
-With `--colocate`, slime makes the servers free their memory right after their start and after each rollout. Before an
-update it wakes their weights, and after it their caches. torch_memory_saver has then freed the trainer's GPU memory
-(`--offload-train`), so each rank publishes the copies that slime keeps of its weights in host memory.
+With `--colocate`, slime makes the servers free their memory right after their start and after each rollout. slime
+wakes the servers' weights before an update, and their caches after the update. During the update, torch_memory_saver has
+freed the trainer's GPU memory (`--offload-train`). So each rank publishes slime's copies of the weights in host memory.
 """
 
 from __future__ import annotations

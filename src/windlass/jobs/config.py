@@ -233,8 +233,8 @@ class RolloutSection(RolloutConfig, frozen=True, kw_only=True):
         samples_per_group: number of answers per prompt or task.
         extra_samples: number of answers per prompt or task that are generated in addition. The first `samples_per_group`
             finished ones are used, and the others are cancelled.
-        min_samples: smallest number of answers with which a group is used if its other answers have failed, were rejected
-            too often or were dropped as too old; 0 for `samples_per_group`.
+        min_samples: smallest number of remaining answers with which a step uses a group. Other answers may have failed, may
+            have been rejected too often, or may be too old. 0 for `samples_per_group`.
         max_staleness: largest difference between the trainer's version and the version of an answer's oldest token.
         on_stale: treatment of answers above `max_staleness`. max_resubmits: limit for `OnStale.RESUBMIT`.
         max_concurrent: number of samples that may run at a time.

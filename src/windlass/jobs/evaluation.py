@@ -1,4 +1,4 @@
-"""Evaluations of a launched job: rollouts with the weights of one version, besides the rollouts for training."""
+"""Evaluations of a launched job: rollouts with the weights of one version, in addition to rollouts for training."""
 
 from __future__ import annotations
 

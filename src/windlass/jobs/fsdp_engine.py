@@ -58,7 +58,9 @@ def start_process_group(context: TrainContext, backend: str, device: torch.devic
 
 
 class LossMean(StrEnum):
-    """Unit over which the user's loss is a mean. The weight of a micro-batch's loss is the number of units in it.
+    """Unit over which the user's loss is a mean: samples, samples with a trained token, or trained tokens.
+
+    The weight of a micro-batch's loss is the number of units in it.
 
     Attributes:
         SAMPLES: all samples.

@@ -274,7 +274,7 @@ class Job:
         scheduler: scheduler of the job's processes, which the caller enters as a context.
         token: secret of the job.
         start: folder and record of the checkpoint that the job continues from; None for a new job.
-        scorer: object that gives rollouts their rewards, which the caller enters as a context; None if the recipe does.
+        scorer: object that gives rollouts their rewards; None if the recipe does. The caller enters it as a context.
 
     Attributes:
         controller: controller of the job; the caller enters it as a context.
@@ -314,7 +314,7 @@ class Job:
         self._recipe_state = start[1].recipe if start else b""
         """State of the recipe after the newest task that it has yielded."""
         self._again = decode_tasks(start[1].tasks) if start else []
-        """Tasks from the checkpoint that the job continues from, without those that it has submitted again."""
+        """Tasks from the checkpoint that the job continues from. The job removes a task when it submits the task."""
         self._num_skipped = 0
         """Number of tasks that the job still has to skip, because the journal of rollouts contains them."""
         self._drawn: Task | None = None

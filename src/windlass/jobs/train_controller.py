@@ -207,7 +207,7 @@ class TrainController:
         self._environment = dict(environment or {})
         self._coordinator, self._sampling, self._batches = coordinator, sampling, batches
         self._looked_at: Groups | None = None
-        """Groups of the next step whose large tensors all ranks have; None if they may not have them."""
+        """Groups of the next step, if all ranks have the large tensors of these groups; else None."""
         self._are_taken = False
         """Whether the ranks keep `_looked_at` for the next step, because it has large tensors."""
         self._under_way: CalledUpdate | None = None

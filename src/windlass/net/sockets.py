@@ -56,8 +56,8 @@ MessagePack never uses the byte c1."""
 WebSocket = web.WebSocketResponse | aiohttp.ClientWebSocketResponse
 
 _locks: WeakKeyDictionary[WebSocket, asyncio.Lock] = WeakKeyDictionary()
-"""Connection that has sent a frame in parts -> lock that each send takes, so that frames keep their
-order and no frame is sent between the parts of another."""
+"""Connection that has sent a frame in parts -> lock for each send. With the lock, frames keep their
+order, and no frame is sent between the parts of another frame."""
 
 
 def connection_error(error: BaseException) -> str:

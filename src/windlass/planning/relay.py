@@ -1,4 +1,4 @@
-"""Plan relays between engines that need the same bytes: which engine passes chunks on to which. No I/O.
+"""Plan how engines that need the same bytes pass chunks on to each other. No I/O.
 
 Two engines have the same layout if their ranks hold the same boxes at the same places of the same
 parameters. The plan is made for one of these engines and is valid, op for op, for the others. The ranks
@@ -6,9 +6,9 @@ with the same number in these engines form a *group*; they are the *members* of 
 group are divided into *stripes*: each stripe has every num_stripes-th chunk and its own tree of members.
 Trainers write the chunks of a stripe to the root of its tree.
 
-With two binary trees, where the inner nodes of one are leaves of the other, every member sends
+With two binary trees, the inner nodes of one tree are leaves of the other tree. So every member sends
 about as much as it receives, at logarithmic depth (Sanders, Speck, Traeff, "Two-tree algorithms for
-full bandwidth broadcast", 2009; the numbering is that of NCCL's `trees.cc`).
+full bandwidth broadcast", 2009). The nodes are numbered as in NCCL's `trees.cc`.
 """
 
 from __future__ import annotations

@@ -220,8 +220,9 @@ class Record(msgspec.Struct, eq=False):
         engine: engine of the last attempt.
         load_key: name of the engine under which `RolloutTable.by_engine` contains the record.
         prompt_ids: tokens of a prompt of text or messages, once a worker has tokenised it.
-        is_returned: whether the answer is delivered again, with its whole group: the caller has returned the group (see
-            `RolloutController.return_groups`), or the caller of an earlier process did not acknowledge it.
+        is_returned: whether the answer was delivered before, and will be delivered again with its whole group. Either the
+            caller has returned the group (`RolloutController.return_groups`), or an earlier process delivered the group,
+            and its caller did not acknowledge it.
         queue: queue of the table that contains the record; None after the end of the rollout.
         timer: timer that ends the backoff.
         expiry: timer of the rollout's overall deadline, started at the first dispatch.

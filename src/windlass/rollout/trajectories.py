@@ -15,7 +15,7 @@ import msgspec
 from windlass.rollout.messages import Turn, TurnIncrement
 
 MAX_COMPARED = 16
-"""Number of newest turns with which `increments` compares a turn that does not continue the turn before it."""
+"""If a turn does not continue the previous turn, `increments` compares it with this many of the newest turns."""
 INSERTED_VERSION, INSERTED_LOGPROB = -1, 0.0
 """Version and log-probability of an output token that the model did not generate."""
 

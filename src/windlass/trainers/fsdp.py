@@ -238,8 +238,8 @@ def connect_trainer(
             If both `name_map` and `stacked` are omitted, tensors of a transformers model get the names and shapes that
             `save_pretrained` gives them.
         exporter: function that takes `[module]`, and yields the names and whole tensors of a checkpoint on every rank.
-            To find out which elements the exporter copies to which checkpoint tensor, Windlass runs it a few times
-            while the parameters contain element numbers instead of weights.
+            Windlass runs the exporter a few times while the parameters contain element numbers instead of weights. The
+            results show where the exporter copies each element.
         replica: memory for a copy of the weights, or OFF for no copy; see `ReplicaPlace`. The copy is as large as the
             weights. `publish(copy=True)` needs it.
         allow_unused: patterns (`fnmatch`) of trained tensors that engines need not have, such as a value head, or a

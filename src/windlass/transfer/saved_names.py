@@ -1,4 +1,4 @@
-"""Finds the boxes of checkpoint tensors that a rank's part of a parameter becomes when the model is saved.
+"""Maps a rank's part of a parameter to the boxes of checkpoint tensors that saving the model would write.
 
 A model may have other parameters than its checkpoint has tensors. transformers 5 renames modules and fuses tensors when
 it loads a checkpoint, and reverts this when it saves one (`core_model_loading.revert_weight_conversion`). This module

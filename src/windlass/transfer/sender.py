@@ -61,8 +61,8 @@ _log = logging.getLogger(__name__)
 class Sender:
     """Sender of one trainer rank, or of an engine rank in a catch-up. Thread-safe: its methods run one at a time.
 
-    Without a replica, the parameters must not change from `prepare` to the end of the round. With a replica, they may
-    change after `prepare`, which copies them; the sender then sends the copy.
+    Without a replica, the parameters must not change from `prepare` to the end of the round. With a replica,
+    `prepare` copies the parameters, and the sender sends the copy. So the parameters may change after `prepare`.
 
     Args:
         transport: writes the bytes, or maps memory of peers for GPU kernels that store. The caller closes it.

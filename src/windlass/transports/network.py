@@ -405,7 +405,7 @@ class NetworkTransport(RegionTransport, Generic[PeerT]):
         limits: limits of one native call.
 
     Attributes:
-        peers: peers to which this transport has written and which have not ended.
+        peers: peers that this transport has written to and that have not ended.
     """
 
     def __init__(

@@ -21,7 +21,7 @@ from windlass.transports.peers import PeerEndpoint
 
 _log = logging.getLogger(__name__)
 PROVE_S = 5.0
-"""Seconds within which a peer's process must accept the connection by which it proves its identity."""
+"""A peer's process must accept a connection within this many seconds, to prove its identity."""
 ACCEPT_AGAIN_S = 0.1
 """Pause in seconds after a failed `accept`."""
 _CREDENTIALS = struct.Struct("3i")

@@ -102,7 +102,7 @@ class _Answer(msgspec.Struct, frozen=True):
 
 
 _ERRORS = {kind.__name__: kind for kind in (RegionError, TransferFailed, TransferOutcomeUnknown)}
-"""Errors that the writer raises as the reader reports them; it raises TransferFailed for all others."""
+"""Errors of the reader that the writer raises unchanged. For every other error, the writer raises TransferFailed."""
 
 
 @final

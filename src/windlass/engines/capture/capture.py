@@ -129,9 +129,13 @@ def capture(
             restore the values of parameters.
 
     Raises:
-        UnsupportedLayout: the loader failed; the message has the reason. Or the model has one of these tensors, which the
-            message names: a computed tensor that no partial load computes again; a parameter (other than a scalar) that
-            the loader does not write; a tensor that moves with every load; a tensor that only exists after a load.
+        UnsupportedLayout: the loader failed, or the model has one of these tensors. The message has the reason or the name
+            of the tensor.
+
+            - a computed tensor that no partial load computes again
+            - a parameter (other than a scalar) that the loader does not write
+            - a tensor that moves with every load
+            - a tensor that only exists after a load
     """
     held = Watched(model, ignored)
     seconds: dict[str, float] = {}

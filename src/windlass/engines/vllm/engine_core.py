@@ -5,9 +5,9 @@ request. We wrote the patches for vLLM 0.24 and 0.32. In this module, "the core"
 steps.
 
 Hold. During a hold, the core's loop waits between two steps while weights change. The core first stops scheduling and
-sends out the results of running steps, because vLLM labels tokens with the version that it has when it sends them. In
-releases whose versions Windlass records (below), the core sends these results after the hold, which saves several
-milliseconds of each pause. vLLM's own pause (`AsyncLLM.pause_generation`) needs a request to the API server and sleeps
+sends out the results of running steps, because vLLM labels tokens with the version at the time of sending. In
+releases whose versions Windlass records (below), the core sends these results after the hold. This saves several
+milliseconds per pause. vLLM's own pause (`AsyncLLM.pause_generation`) needs a request to the API server and sleeps
 for 20 ms at its end. In the pause mode `abort` the core aborts all requests in the call that blocks the workers. vLLM's
 own pause took 300 to 500 ms on a busy H200, because the API server handles all aborted answers, and the requests that
 clients repeat, before the next call.

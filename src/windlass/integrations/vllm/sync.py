@@ -188,7 +188,7 @@ class _Fleet:
         self._joining = ThreadPoolExecutor(len(urls), "windlass-join")
         # One thread per server, so that a server's calls of one round end before its calls of the next round begin.
         self._holding = {name: ThreadPoolExecutor(1, f"windlass-{name}") for name in urls}
-        # Name of a server that the newest round pauses -> its calls, the last of which is `/resume`.
+        # Name of a server that the newest round pauses -> its calls. The last call is `/resume`.
         self._paused: dict[str, Future[None]] = {}
         self.hosted = HostedController(routes.urls, config, self._listen)
         self._coordinator = self.hosted.controller.coordinator

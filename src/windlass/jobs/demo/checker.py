@@ -52,8 +52,9 @@ class WorstAnswer(msgspec.Struct, frozen=True, kw_only=True):
         sample: the answer.
         distance: mean |logprob difference| over the answer's tokens.
         expected: name of a computation -> log-probabilities of the answer's tokens. The names are "as named" (with the
-            versions that the tokens name); "as named, context kept" (with keys and values of older versions); and
-            "version N" for each published version with a file that a token names or that is next to such a version.
+            versions that the tokens name), "as named, context kept" (with keys and values of older versions), and
+            "version N". There is one "version N" for each published version with a file, if a token names this version or
+            a neighbouring version.
     """
 
     sample: TrainingSample

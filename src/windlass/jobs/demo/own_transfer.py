@@ -254,7 +254,7 @@ async def sglang_nccl(
 
 
 _OWN_VERSIONS = {"WINDLASS_VLLM_OWN_VERSIONS": "1"}
-"""Variable with which vLLM stamps tokens with the version that `windlass_set_version` sets."""
+"""Variable that makes vLLM stamp tokens with the version from `windlass_set_version`."""
 TRANSFERS: Mapping[tuple[str, str], OwnTransfer] = {
     ("vllm", "disk"): OwnTransfer(
         title="vLLM's reload_weights from disk", send=vllm_disk, server_environment=_OWN_VERSIONS

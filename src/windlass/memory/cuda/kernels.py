@@ -33,8 +33,8 @@ MAX_PIECE_NBYTES = 64 << 10
 """Largest piece in bytes. One block of threads copies a piece; smaller pieces keep more of the
 device busy at the end."""
 SMALL_PIECE_NBYTES = 8 << 10
-"""Mean piece size in bytes up to which 128 threads copy a piece, so that more pieces are copied at
-once."""
+"""If the mean piece size is at most this many bytes, 128 threads copy a piece, so that more pieces are
+copied at once."""
 SMALL_BLOCK, LARGE_BLOCK = 128, 512
 THREADS_PER_MULTIPROCESSOR = 2048
 
