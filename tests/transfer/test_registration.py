@@ -151,6 +151,28 @@ def test_a_parameter_is_registered_again_when_its_storage_changes() -> None:
     transport.close()
 
 
+def test_freed_memory_is_registered_again_at_the_same_address(transport: Recording) -> None:
+    """A NIC would read the pages of the freed memory. The storage of the other parameter was not freed."""
+    buffer = np.arange(256, dtype=np.float32)
+    module, other = torch.nn.Module(), torch.nn.Parameter(torch.ones(5))
+    module.register_parameter("moved", torch.nn.Parameter(torch.from_numpy(buffer)))
+    module.register_parameter("other", other)
+    found, memory = located(module), covering(transport)
+    address = int(buffer.ctypes.data)
+    memory.cover(found.locate())
+    transport.calls.clear()
+    before = found.locate()
+    for _ in range(2):
+        module.get_parameter("moved").data = torch.empty(0)
+        module.get_parameter("moved").data = torch.from_numpy(buffer)
+        assert memory.cover(found.locate()) > 0
+        assert transport.calls == [("unregister", address, 1024), ("register", address, 1024)]
+        transport.calls.clear()
+    assert memory.cover(found.locate()) == 0.0
+    assert found.locate() is found.locate()
+    assert found.locate()[1] == before[1]
+
+
 def test_an_old_region_is_removed_before_an_overlapping_one_is_added(transport: Recording) -> None:
     buffer = np.arange(4096, dtype=np.uint8)
     address = int(buffer.ctypes.data)

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import ctypes
+import mmap
+import os
 import threading
 from collections.abc import Callable, Iterator
 from types import SimpleNamespace
@@ -9,6 +12,7 @@ from typing import cast
 
 import numpy as np
 import pytest
+import torch
 from numpy_gpu import KernelTransport
 from recorded_driver import RecordedDriver
 
@@ -24,6 +28,7 @@ from windlass.memory.cuda.gpu import Gpu
 from windlass.planning.planner import plan_transfer
 from windlass.transfer.base import ParameterMemory
 from windlass.transfer.bindings import LinkStatus
+from windlass.transfer.dtensor import LiveTensors, own_tensors
 from windlass.transfer.receiver import Receiver
 from windlass.transfer.sender import Sender
 from windlass.transports.processes import own_endpoint
@@ -55,8 +60,10 @@ class Pair:
         )
         self.transport = KernelTransport()
         self.gpu = self.transport.mapper.gpu
-        where = (ParameterMemory(self.trained.ctypes.data, self.trained.nbytes),)
-        self.sender = Sender(self.transport, ours, lambda: where)
+        self.where: tuple[ParameterMemory, ...] = (
+            ParameterMemory(self.trained.ctypes.data, self.trained.nbytes),
+        )
+        self.sender = Sender(self.transport, ours, lambda: self.where)
         # The sender looks the endpoint up among the processes of this host.
         self.binding = type(binding)(
             worker=binding.worker,
@@ -120,6 +127,78 @@ def test_a_gpu_busy_until_the_deadline_sends_nothing(
         (link,) = pair.sender.write(0, ["engine/0"], 0.5).links
     assert (link.status, link.error) == (LinkStatus.FAILED, "work did not end within 0.5 s")
     assert not pair.served.any()
+
+
+_mmap = ctypes.CDLL(None, use_errno=True).mmap
+_mmap.restype = ctypes.c_void_p
+_mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, *(ctypes.c_int,) * 3, ctypes.c_long]
+_MAP_FIXED = 0x10
+
+
+class PinnedPages:
+    """Host memory of a module in torch, and a driver whose pins keep the pages that are there when it pins."""
+
+    def __init__(self, device: object, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.nbytes = 4 * SHAPE[0] * SHAPE[1]
+        self._home = mmap.mmap(-1, self.nbytes)
+        self.address = int(np.frombuffer(self._home, np.uint8).ctypes.data)
+        self._file = -1
+        self._pinned: mmap.mmap | None = None
+        self.module = torch.nn.Linear(SHAPE[1], SHAPE[0], bias=False)
+        monkeypatch.setattr(device, "pin", self.pin)
+        monkeypatch.setattr(device, "unpin", self.unpin)
+        monkeypatch.setattr(device, "device_pointer", self.device_pointer)
+
+    def allocate(self, first: int) -> np.ndarray:
+        """Free the parameter, and allocate it at the same address in new pages; return its values."""
+        if self._file >= 0:
+            os.close(self._file)
+        self.module.weight.data = torch.empty(0)
+        self._file = os.memfd_create("pages")
+        os.ftruncate(self._file, self.nbytes)
+        access, kind = mmap.PROT_READ | mmap.PROT_WRITE, mmap.MAP_SHARED | _MAP_FIXED
+        assert _mmap(self.address, self.nbytes, access, kind, self._file, 0) == self.address
+        values = np.arange(first, first + self.nbytes // 4, dtype="<f4")
+        ctypes.memmove(self.address, values.ctypes.data, self.nbytes)
+        fresh = torch.frombuffer(self._home, dtype=torch.float32).view(SHAPE)
+        assert fresh.data_ptr() == self.address
+        self.module.weight.data = fresh
+        return values
+
+    def pin(self, address: int, nbytes: int) -> None:
+        assert self._pinned is None
+        assert address == self.address
+        assert nbytes >= self.nbytes
+        self._pinned = mmap.mmap(self._file, self.nbytes)
+
+    def unpin(self, address: int) -> None:
+        assert address == self.address
+        self._pinned = None
+
+    def device_pointer(self, address: int) -> int:
+        assert self._pinned is not None
+        return int(np.frombuffer(self._pinned, np.uint8).ctypes.data) + address - self.address
+
+
+def test_host_memory_that_was_freed_is_pinned_again_at_the_same_address(
+    pair: Pair, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Kernels read and hashed the pages of the freed memory, so the digest was right and the engine served the old version.
+
+    A trainer that moves its weights to a GPU for each step, and back to host memory, frees and allocates them.
+    """
+    monkeypatch.setattr(sources, "memory_kind", lambda _: MemoryKind.PAGEABLE)
+    pages = PinnedPages(pair.gpu.device, monkeypatch)
+    held = pages.allocate(0)
+    live = LiveTensors([pages.module], lambda: own_tensors(pages.module))
+    for version in range(3):
+        pair.where = live.locate()
+        pair.sender.prepare(version)
+        (link,) = pair.sender.write(version, ["engine/0"], SECONDS).links
+        assert link.status is LinkStatus.OK, link.error
+        assert pair.receiver.verify(version, {"trainer/0": link.digest}) == ()
+        assert (pair.served == held).all()
+        held = pages.allocate(1000 * (version + 1))
 
 
 @pytest.mark.parametrize("stops", [TransferFailed("no such launch"), MemoryError("none left")])

@@ -43,11 +43,14 @@ class ParameterMemory:
         storage: (address, nbytes) of the host allocation that contains the parameter, such as a torch storage. All
             parameters in one allocation share one registration. None if the allocation is unknown, and on a GPU, where
             the driver reports the allocation.
+        generation: number that changes if the host allocation was freed and a new one is at the same addresses. Pages that
+            were pinned or registered before are not the pages of the new allocation. 0 if it is not observed.
     """
 
     address: int
     nbytes: int
     storage: tuple[int, int] | None = None
+    generation: int = 0
 
 
 class SenderBackend(Protocol):

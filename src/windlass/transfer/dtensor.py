@@ -32,6 +32,7 @@ from torch.distributed.fsdp._common_utils import HandleTrainingState
 from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam, ShardedState
 from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor.placement_types import _StridedShard
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.parameter import is_lazy
 
@@ -640,6 +641,7 @@ class LiveTensors:
         self._is_read = [True] * len(held)
         self._addresses = [-1] * len(held)
         self._located: tuple[ParameterMemory, ...] = ()
+        self._allocations = _HostAllocations()
         self._registered: tuple[list[str], list[int]] = [], []
         self._positions: list[int] = []
         self._watched = _State()
@@ -659,7 +661,9 @@ class LiveTensors:
                 self._watched = replace(self._watched, tensors=watched)
 
     def locate(self) -> tuple[ParameterMemory, ...]:
-        """Return the memory of each tensor, in manifest order. Return the same tuple object if no tensor has moved.
+        """Return the memory of each tensor, in manifest order.
+
+        If no tensor has moved and no memory was freed, return the same tuple object as the last call.
 
         Also record the state of the tensors. Later calls of `changed` compare with this state.
 
@@ -683,8 +687,9 @@ class LiveTensors:
                     # Look up all storages again, because a tensor with its old address may have a new storage.
                     self._located = ()
                 locals_here.append(local)
-            if not self._located:
-                self._located = tuple(map(_memory_of, locals_here, self._nbytes))
+            if not self._located or self._allocations.have_ended():
+                generations = self._allocations.generations_of(locals_here)
+                self._located = tuple(map(_memory_of, locals_here, self._nbytes, generations))
             self._watched = self._state(tensors)
             return self._located
 
@@ -842,11 +847,45 @@ def _at(positions: Sequence[int], tensors: Sequence[torch.Tensor]) -> list[torch
     return [None if position < 0 else tensors[position] for position in positions]
 
 
-def _memory_of(local: torch.Tensor | None, nbytes: int) -> ParameterMemory:
+def _memory_of(local: torch.Tensor | None, nbytes: int, generation: int) -> ParameterMemory:
     if local is None:
         return ParameterMemory(0, nbytes)
     storage = local.untyped_storage()
-    return ParameterMemory(local.data_ptr(), nbytes, (storage.data_ptr(), storage.nbytes()))
+    around = storage.data_ptr(), storage.nbytes()
+    return ParameterMemory(local.data_ptr(), nbytes, around, generation)
+
+
+@final
+class _HostAllocations:
+    """Numbers the storages of tensors in host memory, to notice that a storage was freed.
+
+    A later storage may have the same addresses. A weak reference to a storage keeps no memory, and torch still moves the
+    module's tensors.
+    """
+
+    def __init__(self) -> None:
+        self._known: dict[int, tuple[StorageWeakRef, int]] = {}
+        self._last = 0
+
+    def have_ended(self) -> bool:
+        """Return whether a storage of the last `generations_of` was freed."""
+        return any(storage.expired() for storage, _ in self._known.values())  # type: ignore[no-untyped-call]
+
+    def generations_of(self, tensors: Sequence[torch.Tensor | None]) -> list[int]:
+        """Return the number of each tensor's storage, or 0 for None and for a tensor outside of host memory."""
+        before, self._known, found = self._known, {}, list[int]()
+        for tensor in tensors:
+            if tensor is None or tensor.device.type != "cpu":
+                found.append(0)
+                continue
+            storage = StorageWeakRef(tensor.untyped_storage())  # type: ignore[no-untyped-call]
+            # A weak reference keeps torch's object for the storage, so no other storage has its `cdata`.
+            if (known := self._known.get(storage.cdata) or before.get(storage.cdata)) is None:
+                self._last += 1
+                known = storage, self._last
+            self._known[storage.cdata] = known
+            found.append(known[1])
+        return found
 
 
 def _num_writes(tensor: torch.Tensor) -> int:

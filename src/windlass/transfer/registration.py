@@ -19,6 +19,8 @@ from windlass.transports.base import MemoryRegion, OneSidedTransport
 
 Span = tuple[int, int]
 """(address, nbytes)"""
+Allocation = tuple[Span | None, int]
+"""Allocation that contains a range, or None if it is unknown; and its `ParameterMemory.generation`."""
 _log = logging.getLogger(__name__)
 
 
@@ -76,8 +78,7 @@ class RegisteredMemory:
     ) -> None:
         self._worker, self._transport, self._memory = worker, transport, memory
         self._by_owner = sorted((region.address, region.nbytes) for region in by_owner)
-        self._registered: dict[MemoryRegion, Span | None] = {}
-        """Region -> allocation that contains it; None if the allocation is unknown."""
+        self._registered: dict[MemoryRegion, Allocation] = {}
         self._covered: tuple[ParameterMemory, ...] | None = ()
         """Parameters of the last successful `cover`; None after an error in `cover`."""
 
@@ -102,10 +103,12 @@ class RegisteredMemory:
         self._covered = None
         wanted = self._wanted(now)
         ordered = list(wanted)
-        for region, around in list(self._registered.items()):
+        for region, allocation in list(self._registered.items()):
             there = region.address, region.nbytes
             met = _met_by(there, ordered)
-            if met and all(wanted[s] == around and _serves(there, around, s) for s in met):
+            if met and all(
+                wanted[s] == allocation and _serves(there, allocation[0], s) for s in met
+            ):
                 for span in met:
                     del wanted[span]
             else:
@@ -122,24 +125,27 @@ class RegisteredMemory:
             _log.info("%s: registered %d parameters in %d regions (%d bytes) in %.3f s", *what)
         return seconds
 
-    def _wanted(self, memories: Sequence[ParameterMemory]) -> dict[Span, Span | None]:
+    def _wanted(self, memories: Sequence[ParameterMemory]) -> dict[Span, Allocation]:
         """Return the ranges to register, in address order: (address, nbytes) -> the allocation that contains the range."""
-        storages: dict[int, Span | None] = {}
+        storages: dict[int, Allocation] = {}
         spans: dict[int, set[Span]] = {}
         for memory in memories:
             before = bisect_right(self._by_owner, memory.address, key=itemgetter(0))
             span = memory.address, memory.nbytes
             if memory.nbytes and not (before and _holds(self._by_owner[before - 1], span)):
-                storages[memory.address] = memory.storage
+                storages[memory.address] = memory.storage, memory.generation
                 # `_by_owner` contains regions that their owner has registered already. Do not merge parameters on both
                 # sides of such a region into one range, because the range would contain the region.
                 spans.setdefault(before, set()).add(span)
 
         def allocation(address: int) -> Span | None:
-            return self._memory.allocation(address) or storages[address]
+            return self._memory.allocation(address) or storages[address][0]
 
         found = (stretches(near, allocation) for _, near in sorted(spans.items()))
-        return {span: allocation(span[0]) for span in itertools.chain.from_iterable(found)}
+        return {
+            span: (allocation(span[0]), storages[span[0]][1])
+            for span in itertools.chain.from_iterable(found)
+        }
 
 
 def _holds(outer: Span, inner: Span) -> bool:

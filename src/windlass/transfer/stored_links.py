@@ -37,7 +37,7 @@ class StoredLinks:
     """Stored links of one rank; see the module. Not thread-safe. `name in links` tests for a prepared link.
 
     The kernels read parameters in the memory of the GPU or in host memory. This object pins parameters in pageable
-    host memory until they move. It allocates no GPU memory except tables.
+    host memory until they move or are freed. It allocates no GPU memory except tables.
 
     Args:
         mapper: maps the memory of peers for the GPU. The caller closes its transport.
