@@ -55,7 +55,7 @@ class P2p(Backend):
         )
 
     def copies(self, trainers: Group, engines: Sequence[Group]) -> LinkCopies:
-        """Return which engine ranks get their bytes from other engine ranks: those in relay groups."""
+        """Return the copies between engine ranks. Only members of relay groups have such copies."""
         return EngineCopies(find_relay_groups(trainers, engines, self._options))
 
     def delivery(self, binding: Binding) -> Delivery:

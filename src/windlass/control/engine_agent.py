@@ -366,8 +366,8 @@ class EngineAgent:
     def on_welcome(self) -> None:
         """Record that a controller is connected again.
 
-        If the weights are lost, and the engine is held only since the connection was lost, call `on_held` with None: the
-        controller's next round fills the weights.
+        If the weights sleep or are lost, and the engine is held only since the connection was lost, call `on_held` with
+        None: the controller's next round fills the weights.
         """
         with self._lock:
             if self._is_cut_off and self._held_for is HoldCause.EMPTY:

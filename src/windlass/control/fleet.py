@@ -772,8 +772,8 @@ class Fleet:
     ) -> None:
         """Store the outcome of a round in the fleet.
 
-        - Engines that published get the new version. `Agent.unwritten` loses the tensors that this version wrote. The
-          counts of late bindings become 0.
+        - Engines that published get the new version. `Agent.unwritten` keeps only the tensors that neither this nor
+          an earlier version has written. The counts of late bindings become 0.
         - Every engine gets the state that follows from its outcome. Engines with the outcome QUARANTINED are quarantined.
         - Each source that has not answered a write command gets a hold on the engines that its bytes may still reach.
 

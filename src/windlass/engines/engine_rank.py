@@ -458,8 +458,8 @@ class EngineRank:
     def _hold(self, cause: HoldCause | None) -> None:
         """Record for the engine's server why the engine stays paused. `cause` is None if the engine is not held.
 
-        The agent of rank 0 calls this. An engine that sleeps and has a copy of its weights gets no record, because the
-        training framework can wake the engine without an update.
+        The agent of rank 0 calls this, and `join` does so to delete or restore the record. An engine that sleeps and has a
+        copy of its weights gets no record, because the training framework can wake the engine without an update.
         """
         is_asleep = cause is HoldCause.EMPTY and not self.sleep.is_lost
         self._held_for = None if is_asleep else cause

@@ -78,9 +78,9 @@ def connect_megatron_trainer(
         token: secret of the controller.
         family: `model_type` in the checkpoint's config.json, or a naming table. With `exporter`, the table is used only
             if the exporter computes values or leaves out a parameter.
-        exporter: the framework's own exporter, such as `bridge.export_weights` of mbridge. Windlass runs the exporter a few times
-            while the parameters contain element numbers instead of weights. The results show where the exporter copies
-            each element.
+        exporter: the framework's own exporter, such as `bridge.export_weights` of mbridge. Windlass runs the exporter a
+            few times while the parameters contain element numbers instead of weights. The results show where the exporter
+            copies each element.
         transport: name or configuration; see `connect_trainer`.
         arena_nbytes: see `connect_trainer`.
         use_main_params: True to publish the optimizer's fp32 copies, False to publish the bf16 parameters.

@@ -44,7 +44,7 @@ class ParameterMemory:
             parameters in one allocation share one registration. None if the allocation is unknown, and on a GPU, where
             the driver reports the allocation.
         generation: number that changes if the host allocation was freed and a new one is at the same addresses. Pages that
-            were pinned or registered before are not the pages of the new allocation. 0 if it is not observed.
+            were pinned or registered before are not the pages of the new allocation. 0 if nothing observes the allocation.
     """
 
     address: int

@@ -859,8 +859,8 @@ def _memory_of(local: torch.Tensor | None, nbytes: int, generation: int) -> Para
 class _HostAllocations:
     """Numbers the storages of tensors in host memory, to notice that a storage was freed.
 
-    A later storage may have the same addresses. A weak reference to a storage keeps no memory, and torch still moves the
-    module's tensors.
+    Addresses are not enough for this, because a later storage may have the same addresses. The weak references keep no
+    memory allocated, and torch can still move the module's tensors.
     """
 
     def __init__(self) -> None:
@@ -868,11 +868,11 @@ class _HostAllocations:
         self._last = 0
 
     def have_ended(self) -> bool:
-        """Return whether a storage of the last `generations_of` was freed."""
+        """Return whether a storage has been freed since the last call of `generations_of`."""
         return any(storage.expired() for storage, _ in self._known.values())  # type: ignore[no-untyped-call]
 
     def generations_of(self, tensors: Sequence[torch.Tensor | None]) -> list[int]:
-        """Return the number of each tensor's storage, or 0 for None and for a tensor outside of host memory."""
+        """Return one number per tensor: the number of its storage, or 0 for None and for a tensor outside of host memory."""
         before, self._known, found = self._known, {}, list[int]()
         for tensor in tensors:
             if tensor is None or tensor.device.type != "cpu":

@@ -20,7 +20,7 @@ from windlass.transports.base import MemoryRegion, OneSidedTransport
 Span = tuple[int, int]
 """(address, nbytes)"""
 Allocation = tuple[Span | None, int]
-"""Allocation that contains a range, or None if it is unknown; and its `ParameterMemory.generation`."""
+"""Host allocation of a range (None if it is unknown), and its `ParameterMemory.generation`."""
 _log = logging.getLogger(__name__)
 
 
