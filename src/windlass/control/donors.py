@@ -86,8 +86,8 @@ def _is_exact(
 
     - Both engines store the tensor in the same dtype, and the donor does not round its values.
     - Both engines store the tensor in the same dtype, and round its values to the same dtype.
-    - The donor has the trainers' own values: a trainer has the tensor in the dtype to which the donor rounds. If the donor
-      does not round, a trainer has the tensor in the dtype in which the donor stores it. The copy then rounds each value
+    - The donor has the trainers' own values, because a trainer has the tensor in the donor's precision. The precision is the
+      dtype to which the donor rounds, or the dtype of its parameter if it does not round. The copy then rounds each value
       once, as a transfer from the trainers does.
 
     Args:

@@ -885,9 +885,9 @@ class Job:
         raise error
 
     def _return_groups(self) -> None:
-        """Make groups open again if steps have taken them since the newest checkpoint.
+        """Add the groups that steps have taken since the newest checkpoint to the open groups again.
 
-        Do nothing if `trainer.save_every` is 0, because the job then keeps no groups that steps have taken.
+        Do nothing if `trainer.save_every` is 0, because the job then does not keep the groups that steps have taken.
 
         Raises:
             RolloutError: the journal of rollouts cannot be written.

@@ -702,7 +702,7 @@ class RolloutController:
 
         Returns:
             Whether the journal contains the outcomes. If False, the worker must keep the outcomes and send them again,
-            because a later controller process would not know them. This process ignores them then.
+            because a later controller process would not know them. This process ignores the repetition.
 
         Raises:
             RolloutError: the journal cannot be written now, so no outcome was applied.

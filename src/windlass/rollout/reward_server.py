@@ -195,7 +195,7 @@ class RewardServer:
         Repeat the request after a connection error, a status of 5xx, or a status of `PASSING_4XX`.
 
         Raises:
-            RewardError: the server refused the request, sent an invalid answer, or sent no rewards until the deadline.
+            RewardError: the server refused the request, sent an invalid answer, or sent no rewards before the deadline.
             _DivideError: the server failed for the batch, and may succeed for a part of it.
         """
         config, num_tries, num_failures, newest = self._config, 0, 0, "no answer"
