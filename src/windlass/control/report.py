@@ -24,7 +24,7 @@ _log = logging.getLogger(__name__)
 SLOWEST_LINKS = 4
 """Number of slowest links that a report names for each transport."""
 TOLD_COSTS = 64
-"""Maximum number of ranks whose bind costs or memory are in the report to trainer ranks."""
+"""The report to trainer ranks contains bind costs and memory of at most this many ranks."""
 
 
 class Measure(StrEnum):

@@ -244,8 +244,8 @@ class HostCopies:
     The rank's engines read GPU memory. So if the model is on a GPU, each update loads the copies into the GPU, outside the
     memory of torch_memory_saver. On a CPU, they are published as they are.
 
-    slime's names of experts and layers differ from the model's. But its copies are in the order of the model's parameters,
-    followed by the buffers whose names contain `expert_bias`, for each chunk.
+    slime's names of experts and layers differ from the model's names, but slime's copies have a fixed order. For each
+    chunk, they are in the order of the model's parameters, followed by the buffers with `expert_bias` in their names.
 
     Args:
         model: model chunks of this rank.

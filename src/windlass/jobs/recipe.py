@@ -320,7 +320,7 @@ def has_filters(recipe: Recipe) -> bool:
 
 
 def refused_by(recipe: Recipe, group: RolloutGroup) -> list[str] | None:
-    """Return the ids of those rollouts that the recipe's `accepts` refuses; None if `accepts_group` refuses the group."""
+    """Return the ids of the rollouts that the recipe's `accepts` refuses; None if `accepts_group` refuses the group."""
     if not recipe.accepts_group(group):
         return None
     return [each.task_id for each in group.rollouts if not recipe.accepts(each)]

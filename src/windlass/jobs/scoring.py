@@ -31,8 +31,8 @@ MIN_SCORED = 64
 """Smallest number of scored rollouts from which the job computes the share of failed rewards. The number is twice the
 rollouts of a step if that is more."""
 MAX_REPLACED = 1024
-"""Number of groups with replaced rollouts whose other rewards are kept. Rewards that are not kept are made
-again."""
+"""If rollouts of a group are replaced, the job keeps the rewards of the group's other rollouts. It keeps them for this many
+groups; in older groups, it scores these rollouts again."""
 
 TakeTensors = Callable[[Sequence[Sequence[TrainingSample]]], Awaitable[frozenset[str]]]
 """Async function that lets trainer ranks fetch tensors, and returns the keys of lost tensors."""

@@ -14,7 +14,6 @@ from windlass.rollout.messages import EngineTarget
 REMEMBERED_PREFIXES = 1 << 17
 """Number of newest prefixes for which engines are remembered."""
 BLOCK_TOKENS, MAX_BLOCKS = 256, 8
-"""Number of tokens in a block of a prompt, and largest number of a prompt's blocks whose beginnings are remembered."""
 """Tokens of one block, and number of blocks of a prompt that the choice of an engine considers."""
 MAX_ENGINES_OF_PREFIX = 8
 """Largest number of engines that are remembered for one prefix."""

@@ -31,8 +31,9 @@ class TrainerWeights:
         step_stream: function that returns the CUDA stream in which the calling thread queues its optimizer steps.
             `publish(copy=True)` waits for this stream only. If `step_stream` is None, `publish` waits for all work of
             the GPU.
-        release: function that frees memory, such as the GPU memory of the weights. The client calls it in a thread of its
-            own when every engine has verified its bytes, before engines allocate their caches. None to free nothing.
+        release: function that frees memory, such as the GPU memory of the weights. The client calls the function in
+            a separate thread, after all engines have verified their bytes and before they allocate their caches. None to
+            free nothing.
         allow_unused, keep: see `connect_trainer`.
     """
 

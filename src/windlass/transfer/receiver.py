@@ -110,7 +110,7 @@ class Receiver:
         return self._bound
 
     def connect(self, plan: TransferPlan, mode: UpdateMode) -> DestinationBinding:
-        """Replace all earlier links by those of a plan part (`TransferPlan.parts`). Return the addresses that peers write to.
+        """Replace all earlier links by the links of a plan part (`TransferPlan.parts`). Return the addresses that peers write to.
 
         In mode `staged`, this allocates the shadow copy. If a transport of this rank reports written parts, this also
         starts a thread that hashes parts while peers write; `close` ends the thread.

@@ -276,7 +276,7 @@ class ColocatedSync:
 
 
 def _name_of(number: int) -> str:
-    """Return the name in the fleet of the engine whose ranks are in the trainer ranks from `number * num_ranks` on."""
+    """Return an engine's name in the fleet. Its first rank is in trainer rank `number * num_ranks`."""
     return f"vllm-{number}"
 
 

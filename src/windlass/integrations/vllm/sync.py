@@ -48,8 +48,8 @@ class WeightSync:
 
     Rank 0 hosts the controller and calls the servers' routes. The constructor calls `/init_weight_transfer_engine` of
     every server. For each version, the calls depend on `pause`. With `abort` or `wait`, rank 0 calls `/pause`,
-    `/update_weights` and `/resume` of every server. With `keep` or None, rank 0 only calls `/update_weights`, and only of
-    servers that have several ranks or whose rank runs outside of the process of vLLM's EngineCore. Start the servers with
+    `/update_weights` and `/resume` of every server. With `keep` or None, rank 0 only calls `/update_weights`. It does not
+    call a server with one rank that runs in the process of vLLM's EngineCore. Start the servers with
     `--weight-transfer-config '{"backend": "windlass"}'` and VLLM_SERVER_DEV_MODE=1.
 
     Memory: trainer ranks may write the servers' weights from the constructor until `shutdown`.
