@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from windlass.cli import checks
-from windlass.cli.checks import Status, check_flags, run_checks
+from windlass.cli.checks import Status, check_flags, check_transports, run_checks
 from windlass.cli.frameworks import check_entry_points
 from windlass.cli.main import main
 from windlass.transports import CmaConfig, create_transport, parse_transport
@@ -80,6 +80,15 @@ def test_doctor_names_the_fastest_transport_that_auto_starts(
     transport.close()
     (found,) = (finding for finding in run_checks() if finding.name == "auto, host memory")
     assert found.found.startswith(f"within this host {fastest};")
+
+
+def test_doctor_names_the_transport_of_gpu_memory_between_hosts(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The transports between hosts were started for host memory only, so doctor named none for GPU memory."""
+    monkeypatch.setattr(checks, "count_gpus", lambda: 1)
+    (found,) = (finding for finding in check_transports() if finding.name == "auto, cuda memory")
+    assert found.found.endswith(("between hosts mooncake", "between hosts nixl"))
 
 
 @pytest.mark.parametrize(

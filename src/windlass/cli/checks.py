@@ -31,7 +31,6 @@ from windlass.transports.network import locks_without_limit
 from windlass.transports.registry import (
     TransportConfig,
     config_type,
-    create_transport,
     transport_names,
 )
 from windlass.transports.traits import MemoryType
@@ -130,7 +129,8 @@ def of_other_project(version: str) -> str:
 def check_transports() -> list[Finding]:
     """Start and close each registered transport, and report the results. Then report what `auto` would choose.
 
-    A transport that needs a GPU is left out if this host has no GPU.
+    A transport that needs a GPU is left out if this host has no GPU. If this host has a GPU, also start the transports for
+    both kinds of memory for GPU 0, as `auto` does for weights on this GPU.
     """
     findings, offers = [], list[TransportOffer]()
     for name in transport_names():
@@ -147,13 +147,16 @@ def check_transports() -> list[Finding]:
         findings.append(_of_mooncake(finding) if name == "mooncake" else finding)
         if kind.is_automatic:
             offers += found
+            if not needs_gpu and MemoryType.CUDA in kind.memory and count_gpus() > 0:
+                offers += _start(kind(), gpu=0)[1]
     return [*findings, *_automatic(offers)]
 
 
-def _start(config: TransportConfig) -> tuple[Finding, tuple[TransportOffer, ...]]:
+def _start(config: TransportConfig, gpu: int = -1) -> tuple[Finding, tuple[TransportOffer, ...]]:
+    """Start and close a transport; return the finding about it, and its offers. `gpu`: see `TransportConfig.create`."""
     try:
         with _quiet_libraries():
-            transport = create_transport(config)
+            transport = config.create(gpu=gpu)
             try:
                 report, traits, offers = transport.report(), transport.traits, transport.offers()
             finally:
