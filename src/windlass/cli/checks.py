@@ -129,8 +129,8 @@ def of_other_project(version: str) -> str:
 def check_transports() -> list[Finding]:
     """Start and close each registered transport, and report the results. Then report what `auto` would choose.
 
-    A transport that needs a GPU is left out if this host has no GPU. If this host has a GPU, also start the transports for
-    both kinds of memory for GPU 0, as `auto` does for weights on this GPU.
+    A transport that needs a GPU is left out if this host has no GPU. If this host has a GPU, start each
+    automatic transport that supports host and GPU memory once more, for GPU 0, as `auto` does for weights on this GPU.
     """
     findings, offers = [], list[TransportOffer]()
     for name in transport_names():
