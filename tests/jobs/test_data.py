@@ -55,6 +55,13 @@ def test_each_epoch_has_all_rows_in_an_order_of_its_own(tmp_path: Path) -> None:
     assert numbers(recipe_of(tmp_path, shuffle=False), 16) == [*range(7), *range(7), 0, 1]
 
 
+@pytest.mark.parametrize("before", ["", "\n"])
+def test_a_byte_order_mark_is_no_part_of_the_first_row(tmp_path: Path, before: str) -> None:
+    path = tmp_path / "rows.jsonl"
+    path.write_text(f'{before}{{"n": 1}}\n{{"n": 2}}\n', encoding="utf-8-sig")
+    assert list(load_rows(str(path))) == [{"n": 1}, {"n": 2}]
+
+
 @pytest.mark.parametrize("position", [1, 6, 7, 8, 20, 21])
 def test_a_recipe_continues_at_every_position(tmp_path: Path, position: int) -> None:
     whole = numbers(recipe_of(tmp_path, epochs=3), 100)

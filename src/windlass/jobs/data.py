@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 from array import array
+from codecs import BOM_UTF8
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, final, overload
@@ -75,8 +76,10 @@ class JsonLines(Sequence[Row]):
         try:
             with path.open("rb") as file:
                 for line in file:
-                    if line.strip():
-                        self._places.append(place)
+                    # Editors on Windows begin a file with a byte order mark, which is no part of the first row.
+                    skipped = len(BOM_UTF8) if not place and line.startswith(BOM_UTF8) else 0
+                    if line[skipped:].strip():
+                        self._places.append(place + skipped)
                     place += len(line)
         except OSError as error:
             raise ConfigError(f"data: path must be a readable file: {error}") from error
