@@ -41,8 +41,9 @@ _log = logging.getLogger(__name__)
 _EMBEDDING, _HEAD = "model.embed_tokens.weight", "lm_head.weight"
 _VOCABULARY = ("embedding.word_embeddings.", "output_layer.")
 """Prefixes of parameters with one row per token of the vocabulary, which Megatron pads."""
-_BUFFERS = ("mlp.router.expert_bias",)
-"""Suffixes of the names of buffers that checkpoints contain."""
+ROUTER_BIASES = ("mlp.router.expert_bias",)
+"""Suffixes of the names of the biases of routers, the only buffers that checkpoints contain. Megatron trains with them in
+float32."""
 _LAYER = re.compile(r"(?:decoder|mtp)\.layers\.\d+")
 """Pattern of the names of decoder layers and of MTP layers (multi-token prediction)."""
 
@@ -161,6 +162,7 @@ def describe_megatron_trainer(
     tied = bool(_unwrap(chunks[0]).share_embeddings_and_output_weights)
     builder = ManifestBuilder(f"{group}/{dist.get_rank()}", Role.TRAINER)
     holds_embedding = False
+    _widen_biases(chunks)
 
     def walk() -> list[HeldTensor]:
         held = _held(chunks, use_main_params, tuple(ignore))
@@ -424,8 +426,20 @@ def _held(
                 yield name, _main_param(name, parameter) if main else parameter
         for local_name, buffer in chunk.named_buffers():
             name = _global_name(local_name, numbers)
-            if name.endswith(_BUFFERS) and not name.startswith(ignore):
+            if name.endswith(ROUTER_BIASES) and not name.startswith(ignore):
                 yield name, buffer
+
+
+def _widen_biases(chunks: Iterable[torch.nn.Module]) -> None:
+    """Convert the biases of routers to float32, as Megatron does in the first forward pass.
+
+    Megatron's wrapper for bfloat16 converts these buffers to bfloat16, and the first forward pass gives them new memory.
+    A description of the bfloat16 buffers would not be valid after that pass.
+    """
+    for chunk in chunks:
+        for name, buffer in chunk.named_buffers():
+            if name.endswith(ROUTER_BIASES):
+                buffer.data = buffer.data.float()
 
 
 def _unused_output(chunk: Any) -> torch.Tensor | None:
