@@ -16,7 +16,7 @@ import pytest
 import torch
 import transformers
 from child_process import running
-from hf_settings import DENSE, SPARSE, transformers_config
+from hf_settings import DENSE, SMALL_LATENT, SPARSE, transformers_config
 from needs import need_package
 
 import windlass
@@ -60,21 +60,29 @@ class Alone:
         with torch.no_grad():
             for name, parameter in self.model.named_parameters():
                 parameter.copy_(torch.randn_like(parameter) * 0.2 + ("norm" in name))
+            for name, buffer in self.model.named_buffers():
+                if name.endswith("e_score_correction_bias"):
+                    buffer.copy_(torch.randn_like(buffer) * 0.2)
         self.model.save_pretrained(folder)
         (folder / "config.json").write_text(json.dumps(config))
         self._optimizer = torch.optim.AdamW(self.model.parameters(), lr=LR, weight_decay=0.0)
 
     def step(self, step: int, lr: float) -> tuple[float, float]:
         """Make a step, and return the loss and the norm of the unclipped gradients."""
-        samples = [each for group in groups_of(step) for each in group]
+        found = self.gradient(groups_of(step))
+        for group in self._optimizer.param_groups:
+            group["lr"] = lr
+        self._optimizer.step()
+        return found
+
+    def gradient(self, groups: list[list[TrainingSample]]) -> tuple[float, float]:
+        """Compute clipped gradients, and return the loss and the norm of the unclipped gradients."""
+        samples = [each for group in groups for each in group]
         ids = torch.tensor([each.prompt_ids + each.output_ids for each in samples])
         self._optimizer.zero_grad()
         loss = self.model(ids, labels=ids).loss
         loss.backward()
         norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), NORM)
-        for group in self._optimizer.param_groups:
-            group["lr"] = lr
-        self._optimizer.step()
         return float(loss.detach()), float(norm)
 
 
@@ -185,6 +193,89 @@ async def test_checkpoint_has_the_parameters_that_other_ranks_have_updated(tmp_p
         await trainers.load(str(tmp_path / "saved"), deadline_s=DEADLINE_S)
         found = await trainers.train_step(1, groups_of(1), deadline_s=DEADLINE_S)
         assert found.ranks == expected.ranks
+
+
+async def test_biases_of_routers_stay_in_float32(tmp_path: Path) -> None:
+    """Megatron's wrapper for bfloat16 rounds these biases, and the first forward pass converts them back."""
+    alone = Alone({**DENSE, **SMALL_LATENT, "vocab_size": 64}, tmp_path)
+    expected = alone.model.state_dict()["model.layers.1.mlp.gate.e_score_correction_bias"]
+    async with two_ranks(tmp_path, {"distributed": True, "bf16": True}) as (trainers, _):
+        places = []
+        for step in range(2):
+            found = await trainers.call("biases", None, deadline_s=DEADLINE_S)
+            for biases in found:
+                assert biases["values"].dtype is torch.float32
+                assert step or torch.equal(biases["values"], expected)
+            places.append([biases["addresses"] for biases in found])
+            await trainers.train_step(step, groups_of(step), deadline_s=DEADLINE_S)
+        # The addresses that a rank described when it connected must stay valid.
+        assert places[0] == places[1]
+
+
+async def test_sgd_continues_from_a_checkpoint(tmp_path: Path) -> None:
+    Alone(DENSE, tmp_path)
+    async with two_ranks(tmp_path, {"optimizer": "sgd"}) as (trainers, url):
+        await trainers.train_step(0, groups_of(0), deadline_s=DEADLINE_S)
+        await trainers.save(str(tmp_path / "saved"), deadline_s=DEADLINE_S)
+        expected = [
+            (await trainers.train_step(step, groups_of(step), deadline_s=DEADLINE_S)).ranks
+            for step in (1, 2)
+        ]
+        await trainers.start(url, deadline_s=DEADLINE_S)
+        await trainers.load(str(tmp_path / "saved"), deadline_s=DEADLINE_S)
+        # The loss of step 2 depends on the momentum of step 0.
+        for step in (1, 2):
+            found = await trainers.train_step(step, groups_of(step), deadline_s=DEADLINE_S)
+            assert found.ranks == expected[step - 1]
+
+
+async def test_a_new_learning_rate_holds_after_a_load(tmp_path: Path) -> None:
+    Alone(DENSE, tmp_path)
+    async with two_ranks(tmp_path, {"distributed": True}) as (trainers, url):
+        await trainers.train_step(0, groups_of(0), deadline_s=DEADLINE_S)
+        await trainers.save(str(tmp_path / "saved"), deadline_s=DEADLINE_S)
+        (tmp_path / "new_rate").write_text(str(LR / 4))
+        await trainers.start(url, deadline_s=DEADLINE_S)
+        await trainers.load(str(tmp_path / "saved"), deadline_s=DEADLINE_S)
+        found = await trainers.train_step(1, groups_of(1), deadline_s=DEADLINE_S)
+        assert [rank["lr"] for rank in found.ranks] == pytest.approx([LR / 4 * 0.9] * 2)
+
+
+async def test_losses_of_routers_have_the_weights_of_micro_batches(tmp_path: Path) -> None:
+    """One rank has two micro-batches. The other has one, and repeats it with weight 0."""
+    Alone(SPARSE, tmp_path)
+    routers = {
+        "moe_router_load_balancing_type": "aux_loss",
+        "moe_aux_loss_coeff": 0.5,
+        "moe_z_loss_coeff": 0.1,
+    }
+    layout = {"rate": 0.0, "norm": 0.0, "routers": routers}
+    async with two_ranks(tmp_path, layout) as (trainers, _):
+
+        async def gradients(groups: list[list[TrainingSample]]) -> Any:
+            await trainers.train_step(0, groups, deadline_s=DEADLINE_S)
+            return (await trainers.call("gradients", None, deadline_s=DEADLINE_S))[0]
+
+        groups = groups_of(0)[:3]
+        single = [await gradients([group, group]) for group in groups]
+        found = await gradients(groups)
+        for name, gradient in found.items():
+            expected = torch.stack([each[name] for each in single]).mean(0)
+            assert torch.allclose(gradient, expected, atol=1e-5), name
+
+
+@pytest.mark.parametrize("num_groups", [1, 3, 4])
+async def test_virtual_stages_train_on_any_number_of_micro_batches(
+    tmp_path: Path, num_groups: int
+) -> None:
+    alone = Alone({**DENSE, "num_hidden_layers": 4}, tmp_path)
+    async with two_ranks(tmp_path, {"pp": 2, "vpp": 2}) as (trainers, _):
+        groups = groups_of(0)[:num_groups]
+        result = await trainers.train_step(0, groups, deadline_s=DEADLINE_S)
+        loss, norm = alone.gradient(groups)
+        for rank in result.ranks:
+            assert rank["loss"] == pytest.approx(loss, rel=1e-4)
+            assert rank["grad_norm"] == pytest.approx(norm, rel=1e-3)
 
 
 async def test_mean_over_samples_does_not_depend_on_calculate_per_token_loss(

@@ -34,6 +34,12 @@ def main(folder: Path, layout: dict[str, Any]) -> None:
     distributed, overlaps = layout.pop("distributed", False), layout.pop("overlaps", False)
     dtype = torch.bfloat16 if layout.pop("bf16", False) else torch.float32
     per_token = layout.pop("per_token", False)
+    kind, rate = layout.pop("optimizer", "adam"), layout.pop("rate", LR)
+    norm = layout.pop("norm", NORM)
+    new_rate = folder / "new_rate"
+    if new_rate.exists():
+        rate = float(new_rate.read_text())
+    routers = layout.pop("routers", {})
     case = Case("engine", spec, config=config, dtype=dtype, **layout)
     checkpoint = load_file(folder / "model.safetensors")
 
@@ -52,11 +58,13 @@ def main(folder: Path, layout: dict[str, Any]) -> None:
 
     settings = config_of(case)
     settings.calculate_per_token_loss = per_token
+    for name, value in routers.items():
+        setattr(settings, name, value)
     engine = MegatronEngine(
         config=settings,
         model=chunk,
         optimizer=OptimizerConfig(
-            optimizer="adam", lr=LR, min_lr=0.0, weight_decay=0.0, clip_grad=NORM, adam_eps=1e-8,
+            optimizer=kind, lr=rate, min_lr=0.0, weight_decay=0.0, clip_grad=norm, adam_eps=1e-8,
             use_distributed_optimizer=distributed, params_dtype=dtype, bf16=dtype is torch.bfloat16,
             overlap_param_gather=overlaps,
         ),
@@ -67,7 +75,7 @@ def main(folder: Path, layout: dict[str, Any]) -> None:
             use_distributed_optimizer=distributed, overlap_grad_reduce=overlaps, overlap_param_gather=overlaps,
         ),
         lr_schedule=lambda optimizer: OptimizerParamScheduler(
-            optimizer, init_lr=LR, max_lr=LR, min_lr=0.0, lr_warmup_steps=0, lr_decay_steps=10,
+            optimizer, init_lr=rate, max_lr=rate, min_lr=0.0, lr_warmup_steps=0, lr_decay_steps=10,
             lr_decay_style="linear", start_wd=0.0, end_wd=0.0, wd_incr_steps=1, wd_incr_style="constant",
         ),
         num_groups=1,
@@ -78,7 +86,27 @@ def main(folder: Path, layout: dict[str, Any]) -> None:
         # The test's engine is in host memory.
         publish_to_fleet=device == "cpu",
     )  # fmt: skip
-    run_train_worker(engine)
+
+    def biases(_: object) -> dict[str, Any]:
+        found = [
+            b
+            for chunk in engine.chunks
+            for n, b in chunk.named_buffers()
+            if n.endswith("expert_bias")
+        ]
+        return {
+            "values": torch.cat([bias.detach().clone() for bias in found]),
+            "addresses": [bias.data_ptr() for bias in found],
+        }
+
+    def gradients(_: object) -> dict[str, torch.Tensor]:
+        (chunk,) = engine.chunks
+        return {
+            name: vars(parameter)["main_grad"].clone()
+            for name, parameter in chunk.named_parameters()
+        }
+
+    run_train_worker(engine, operations={"biases": biases, "gradients": gradients})
 
 
 if __name__ == "__main__":

@@ -27,6 +27,8 @@ from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.module import Float16Module
+from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler
+from megatron.core.transformer.multi_token_prediction import MTPLossAutoScaler
 
 from windlass.config import ReplicaPlace, take_name
 from windlass.errors import ConfigError
@@ -40,9 +42,11 @@ from windlass.jobs.megatron_cpu import install, without_cuda_tensors
 from windlass.jobs.train_worker import TrainContext, TrainEngine
 from windlass.trainers.client import TrainerClient
 from windlass.trainers.exporter import Exporter
-from windlass.trainers.megatron import connect_megatron_trainer, make_whole
+from windlass.trainers.megatron import ROUTER_BIASES, connect_megatron_trainer, make_whole
 from windlass.transports.registry import TransportConfig
 
+_STATE = ("params", "step")
+"""Keys of an optimizer's parameter groups that are no settings."""
 BuildChunk = Callable[[TransformerConfig, bool, bool, int | None], torch.nn.Module]
 """Function that builds a model chunk (`GPTModel`), called "model provider" in Megatron's scripts. Arguments: the
 configuration, whether the chunk has the embedding, whether the chunk has the output layer, and the chunk's virtual
@@ -158,6 +162,7 @@ class MegatronEngine(TrainEngine):
 
         Set the random seeds. Set the callbacks in Megatron's configuration: they scale and finalise gradients, and defer
         the reduction of gradients. Also set `calculate_per_token_loss` to False, because `loss_mean` determines the mean.
+        With virtual stages on two pipeline stages, also set `overlap_p2p_comm`.
 
         Returns:
             Data-parallel rank of this rank, and number of data-parallel ranks.
@@ -178,10 +183,18 @@ class MegatronEngine(TrainEngine):
         seed = self._seed + 100 * parallel_state.get_pipeline_model_parallel_rank()
         torch.manual_seed(seed)
         tensor_parallel.model_parallel_cuda_manual_seed(seed)
+        if config.virtual_pipeline_model_parallel_size and config.pipeline_model_parallel_size == 2:
+            # Otherwise two ranks exchange several tensors in one batch of messages. Each rank then receives an activation in
+            # place of a gradient, or of another activation, without an error. Megatron's scripts refuse this setting.
+            config.overlap_p2p_comm, config.batch_p2p_comm = True, False
         # If this were True, Megatron would add the gradients of data-parallel ranks, and expect sums of losses.
         config.calculate_per_token_loss = False
         self._chunks = [self._chunk(stage) for stage in self._stages()]
         self._optimizer = get_megatron_optimizer(self._options, list(self._chunks))
+        if self._options.optimizer == "sgd" and not self._options.optimizer_cpu_offload:
+            # Megatron (0.16.1) calls this function before it loads a checkpoint, but has none for SGD.
+            for each in self._single_optimizers():
+                each.init_state_fn = _add_momentum
         config.grad_scale_func = self._optimizer.scale_loss
         config.finalize_model_grads_func = finalize_model_grads
         # Reduce gradients in the last micro-batch only.
@@ -221,7 +234,12 @@ class MegatronEngine(TrainEngine):
         last = parallel_state.is_pipeline_last_stage(ignore_virtual=False, vp_stage=stage)
         chunk = self._build(self._config, first, last, stage).to(self._device)
         if self._config.bf16 or self._config.fp16:
+            biases = {n: b.data for n, b in chunk.named_buffers() if n.endswith(ROUTER_BIASES)}
             chunk = Float16Module(self._config, chunk)
+            # The wrapper rounds the biases of routers. Megatron's routers convert them back, but cannot undo the rounding.
+            for name, buffer in chunk.module.named_buffers():
+                if name in biases:
+                    buffer.data = biases[name]
         return DistributedDataParallel(self._config, self._ddp, chunk)
 
     def train_step(self, step: int, groups: Samples) -> Mapping[str, float]:  # noqa: ARG002
@@ -235,6 +253,7 @@ class MegatronEngine(TrainEngine):
         """
         optimizer = self._existing_optimizer()
         pieces = micro_batches(groups, self._num_groups, self._loss_mean, self._device)
+        pieces += [(pieces[-1][0], 0.0)] * self._num_missing(len(pieces))
         for chunk in self._chunks:
             chunk.zero_grad_buffer()
         optimizer.zero_grad()
@@ -258,6 +277,24 @@ class MegatronEngine(TrainEngine):
                 self._lr_schedule.step(increment=1)
         return metrics
 
+    def _num_missing(self, num_pieces: int) -> int:
+        """Return the number of micro-batches that Megatron's schedule of virtual stages needs in addition to `num_pieces`.
+
+        The schedule divides the micro-batches into equal groups, and the last group may be smaller. But every group must have
+        at least one micro-batch per pipeline stage.
+        """
+        config = self._config
+        if config.virtual_pipeline_model_parallel_size is None:
+            return 0
+        largest, least = (
+            config.microbatch_group_size_per_vp_stage,
+            config.pipeline_model_parallel_size,
+        )
+        in_last = num_pieces % largest
+        if num_pieces < largest:
+            return int(largest - num_pieces)
+        return max(0, int(least - in_last)) if in_last else 0
+
     def _forward_step(
         self, num_pieces: int, pieces: Iterator[tuple[Samples, float]], chunk: torch.nn.Module
     ) -> tuple[torch.Tensor, Callable[[torch.Tensor], tuple[torch.Tensor, torch.Tensor]]]:
@@ -274,12 +311,27 @@ class MegatronEngine(TrainEngine):
         """
         groups, weight = next(pieces)
         output, loss_of = self._forward(chunk, groups)
+        if output.requires_grad:
+            # This hook runs at the beginning of the backward pass of this micro-batch.
+            register: Any = output.register_hook
+            register(partial(self._weight_auxiliary_losses, weight))
 
         def weighted(output: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
             loss = loss_of(output) * weight
             return loss * num_pieces, loss.detach()
 
         return output, weighted
+
+    def _weight_auxiliary_losses(self, weight: float, _: torch.Tensor) -> None:
+        """Give the auxiliary losses of routers, and the losses of MTP layers, the weight of the micro-batch.
+
+        Megatron adds the gradients of these losses in the backward pass, where it gives all micro-batches the same weight.
+        """
+        scale = self._existing_optimizer().scale_loss(torch.full((1,), weight, device=self._device))
+        # Megatron (0.16.1) gives routers this factor, because it averages gradients over context-parallel ranks.
+        size = parallel_state.get_context_parallel_world_size()
+        MoEAuxLossAutoScaler.set_loss_scale(scale * size)
+        MTPLossAutoScaler.set_loss_scale(scale)
 
     def _loss(self, losses: Sequence[torch.Tensor]) -> float:
         """Return the loss of the step on every rank. Collective over all ranks.
@@ -321,12 +373,24 @@ class MegatronEngine(TrainEngine):
 
     @torch.no_grad()
     def load(self, path: str) -> None:
-        """Load models, optimizer, number of steps and schedule in place from a checkpoint of `save`. Collective."""
+        """Load models, optimizer, number of steps and schedule in place from a checkpoint of `save`. Collective.
+
+        The settings of the optimizer, such as the learning rate, stay as its configuration says. The arguments
+        `use_checkpoint_opt_param_scheduler` and `override_opt_param_scheduler` of Megatron's schedule say which of the
+        schedule's settings come from the checkpoint.
+        """
+        optimizer = self._existing_optimizer()
+        kept = [
+            {name: value for name, value in group.items() if name not in _STATE}
+            for group in optimizer.param_groups
+        ]
         self._set_steps()
         found = dist_checkpointing.load(self._state(is_loading=True), path)
         for name, model in self._models():
             model.load_state_dict(found[name])
-        self._existing_optimizer().load_state_dict(found["optimizer"])
+        optimizer.load_state_dict(found["optimizer"])
+        for group, settings in zip(optimizer.param_groups, kept, strict=True):
+            group.update(settings)
         self._num_steps = found["num_steps"]
         self._set_steps()
         if self._lr_schedule is not None:
@@ -343,12 +407,17 @@ class MegatronEngine(TrainEngine):
         """
         if not USING_PYTORCH_OPTIMIZER or self._options.optimizer != "adam":
             return
-        optimizer = self._existing_optimizer()
-        chained = isinstance(optimizer, ChainedOptimizer)
-        for each in optimizer.chained_optimizers if chained else (optimizer,):
+        for each in self._single_optimizers():
             each.init_state_fn(each.optimizer, each.config)
             for state in each.optimizer.state.values():
                 state["step"] = torch.tensor(float(self._num_steps))
+
+    def _single_optimizers(self) -> Sequence[Any]:
+        """Return the optimizers that Megatron has chained, or the only one."""
+        optimizer = self._existing_optimizer()
+        if isinstance(optimizer, ChainedOptimizer):
+            return tuple(optimizer.chained_optimizers)
+        return (optimizer,)
 
     def _state(self, *, is_loading: bool) -> dict[str, Any]:
         """Return the sharded state to save; with `is_loading`, return a description of the state to load. Collective."""
@@ -387,3 +456,10 @@ class MegatronEngine(TrainEngine):
             parallel_state.destroy_model_parallel()
             dist.destroy_process_group()
         self._on_cpu.close()
+
+
+def _add_momentum(optimizer: torch.optim.Optimizer, _: OptimizerConfig) -> None:
+    """Create the states of an SGD optimizer with momentum, so that a checkpoint can be loaded into them."""
+    for group in optimizer.param_groups:
+        for parameter in group["params"] if group["momentum"] else ():
+            optimizer.state[parameter].setdefault("momentum_buffer", torch.zeros_like(parameter))
