@@ -378,6 +378,7 @@ def test_tensor_that_may_be_of_two_versions_cannot_be_kept() -> None:
             bind(3, "down.weight", "up.bias")
         # The aborted round has not written this tensor.
         bind(4, "down.weight")
+        agent.handle(Pause(PauseMode.ABORT, 1.0), epoch=4, round_number=5)
         agent.handle(Publish(1, 1.0, ""), epoch=4, round_number=5)
         assert agent.unwritten == {"down.weight"}
         bind(6, "up.bias")
@@ -391,6 +392,7 @@ def test_new_agent_of_an_engine_with_mixed_weights_cannot_keep_tensors() -> None
         ):
             bind(1, "up.bias")
         bind(2)
+        agent.handle(Pause(PauseMode.ABORT, 1.0), epoch=2, round_number=3)
         agent.handle(Publish(1, 1.0, ""), epoch=2, round_number=3)
         assert not agent.mixed_weights
         bind(4, "up.bias")

@@ -90,6 +90,9 @@ class Hello(msgspec.Struct, frozen=True, tag="hello"):
             least this one.
         round: round of that command.
         mixed_weights: whether the live weights may be of two versions.
+        applied: from an engine rank, version that the rank has verified and made live, if the connection was lost before
+            the command to serve it; -1 for none. `mixed_weights` is then True, because other ranks of the engine may
+            have another version.
         can_send: whether an engine rank can send its weights to another engine.
         comes_to_rest: whether this rank can pause its engine and keep running requests (`PauseMode.IN_PLACE`). If rank
             0 cannot, the controller's process pauses the engine over HTTP routes of the engine's server.
@@ -120,6 +123,7 @@ class Hello(msgspec.Struct, frozen=True, tag="hello"):
     epoch: int = 0
     round: int = 0
     mixed_weights: bool = False
+    applied: int = -1
     can_send: bool = False
     comes_to_rest: bool = False
     not_resumed: str = ""

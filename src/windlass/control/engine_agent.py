@@ -191,6 +191,10 @@ class EngineAgent:
         # Whether a source may have ended during a write whose bytes may still arrive.
         self._may_be_written = False
         self._round_id = RoundId(0, 0)
+        # Version that `Apply` has made live in this rank, and that the rank has not been told to serve; -1 for none.
+        self._applied = -1
+        # Round of the newest `Pause`.
+        self._paused_in = RoundId(0, 0)
         self._not_resumed = ""
 
     @property
@@ -206,6 +210,22 @@ class EngineAgent:
         controller disappears at this time, the agent cannot know which bytes have changed.
         """
         return self._mixed_weights or self._open_to_writes or self._is_empty
+
+    @property
+    def applied(self) -> int:
+        """Version that is live in this rank while the rank waits for the command to serve it; -1 for none."""
+        return -1 if self._is_empty else self._applied
+
+    @property
+    def reported_unwritten(self) -> frozenset[str]:
+        """Value of `unwritten` for the version in `Hello`: the one that this rank serves, or else `applied`."""
+        return self.unwritten if self.applied < 0 else self._unwritten_next
+
+    @property
+    def _unwritten_next(self) -> frozenset[str]:
+        """Names of the tensors that no version has written once the version of this round is published."""
+        kept = self._kept.names
+        return kept if self.served_version < 0 else self.unwritten & kept
 
     @property
     def _is_empty(self) -> bool:
@@ -245,7 +265,7 @@ class EngineAgent:
             case Pause():
                 # The end of this round resumes the engine, so an earlier failure to resume no longer counts.
                 self._not_resumed = ""
-                self._is_paused = True
+                self._is_paused, self._paused_in, self._applied = True, self._round_id, -1
                 pause_id = f"{self._round_id.epoch}.{self._round_id.round}"
                 self._hooks.pause(pause_id, command.mode, command.deadline_s)
                 # If the connection is lost now, another rank of this engine may still get `Apply`. This rank must then not
@@ -254,6 +274,7 @@ class EngineAgent:
             case Sleep():
                 if self._sleeper is None:
                     raise ProtocolError("this engine cannot sleep")
+                self._applied = -1
                 self._sleeper.sleep(command.mode, command.deadline_s)
                 self._not_resumed = SLEEPS
             case Verify():
@@ -265,12 +286,13 @@ class EngineAgent:
                 self._open_to_writes = True
                 self._delivery.apply()
                 self._hooks.finalise()
+                self._applied = command.version
             case Publish():
-                self.lineage = command.lineage
-                self._publish(command.version, command.deadline_s)
+                self._publish(command.version, command.lineage, command.deadline_s)
             case Abort():
                 self._abort(command.deadline_s, mixed_weights=command.mixed_weights)
             case BeginDriven():
+                self._applied = -1
                 self._choose_driven(command.backend)
                 carry_out(self._delivery, command, self._round_id)
             case ConnectTrainer() | Prepare() | Write():
@@ -416,10 +438,18 @@ class EngineAgent:
                 f"backend must be p2p for an engine whose process runs without Windlass, got {backend.name}"
             )
 
-    def _publish(self, version: int, deadline_s: float) -> None:
-        """Record that all weights of this rank are of `version`. Then set the version of the engine, and resume it."""
-        kept, is_first = self._kept.names, self.served_version < 0
-        self.unwritten = kept if is_first else self.unwritten & kept
+    def _publish(self, version: int, lineage: str, deadline_s: float) -> None:
+        """Record that all weights of this rank are of `version`. Then set the version of the engine, and resume it.
+
+        Raises:
+            RoundAborted: the round of this command has not paused the rank, and the rank has not applied `version` before.
+        """
+        if self._round_id != self._paused_in and self.applied != version:
+            raise RoundAborted(
+                f"version must be {self.applied}, which this rank has applied, got {version}"
+            )
+        self.unwritten, self._applied = self._unwritten_next, -1
+        self.lineage = lineage
         self.served_version, self._is_stamped = version, False
         self._mixed_weights = self._open_to_writes = False
         self._end_round(deadline_s)

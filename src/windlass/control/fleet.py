@@ -60,6 +60,7 @@ class Agent:
         num_late: number of bind commands that the rank answered too late since a round last published in its engine.
         unwritten: names of the tensors of an engine rank that no update has written, see `Hello.unwritten`; None if the
             rank has had no version.
+        applied: see `Hello.applied`; -1 again once a round of this controller has begun in the engine.
     """
 
     hello: Hello
@@ -69,6 +70,7 @@ class Agent:
     silent: str = ""
     num_late: int = 0
     unwritten: frozenset[str] | None = None
+    applied: int = -1
 
     @property
     def identity(self) -> Identity:
@@ -448,7 +450,12 @@ class Fleet:
             hello,
             manifest,
             not_resumed=hello.not_resumed[:MAX_REASON_LENGTH],
-            unwritten=frozenset(hello.unwritten) if hello.served_version >= 0 else None,
+            unwritten=(
+                frozenset(hello.unwritten)
+                if max(hello.served_version, hello.applied) >= 0
+                else None
+            ),
+            applied=hello.applied,
         )
         if hello.worker in self.quarantine_on_return:
             del self.quarantine_on_return[hello.worker]
@@ -554,6 +561,45 @@ class Fleet:
         )
         behind = engines.keys() - current.keys()
         return {name: lacked for name in behind if (lacked := binding.stays[name] & written)}
+
+    def half_published(self) -> dict[str, tuple[str, ...]]:
+        """Return the engines in which only some ranks got the command to serve the published version.
+
+        The connection to an earlier controller was lost between these commands. All ranks have the version: each rank
+        either serves it or has applied it. So no bytes need to be sent again.
+
+        Returns:
+            Engine -> its ranks that have applied the version and do not serve it.
+        """
+        found = {}
+        for engine in self.writable_engines():
+            if engine.status is not EngineStatus.MIXED_WEIGHTS or self.published < 0:
+                continue
+            applied = {
+                a.hello.worker for a in engine.agents.values() if a.applied == self.published
+            }
+            served = {h.worker for h in engine.hellos if self._serves_published(h)}
+            if applied and served and applied | served == set(engine.workers):
+                found[engine.name] = tuple(sorted(applied))
+        return found
+
+    def _serves_published(self, hello: Hello) -> bool:
+        """Return whether a rank served the published version when it connected."""
+        serves = (hello.served_version, hello.lineage) == (self.published, self.lineage)
+        return serves and not hello.mixed_weights
+
+    def _forget_applied(self, engines: Iterable[str]) -> None:
+        """Record that a round may have changed the weights of these engines since their ranks connected."""
+        for name in engines:
+            group = self._groups.get(name)
+            for agent in group.agents.values() if group is not None else ():
+                agent.applied = -1
+
+    def note_all_published(self, engine: Group) -> None:
+        """Record that all ranks of an engine serve the published version now; see `half_published`."""
+        engine.version, engine.lineage = self.published, self.lineage
+        self._forget_applied([engine.name])
+        engine.move(*self._next_state(engine, EngineStatus.WAITING, ""))
 
     def group_of(self, name: str) -> Group | None:
         """Return the group with this name, or None."""
@@ -789,6 +835,7 @@ class Fleet:
             late: replies that arrived too late for the state machine (`RoundDriver.late`). If a source gets a hold, its
                 late reply is passed to `settle`.
         """
+        self._forget_applied(finish.engines)
         for name, outcome in finish.engines.items():
             bound = binding.identities_of(binding.engines[name])
             if outcome is EngineOutcome.QUARANTINED:

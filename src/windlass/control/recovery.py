@@ -33,10 +33,11 @@ from windlass.control.engine_state import EngineStatus
 from windlass.control.fleet import PROBE_SEQ, Agent, Group
 from windlass.control.journal import JournalKind
 from windlass.control.members import Members
-from windlass.control.messages import SLEEPS, Abort, Done, Result
+from windlass.control.messages import SLEEPS, Abort, Done, Publish, Result
 from windlass.control.report import RoundOutcome, UpdateReport
 from windlass.control.round_runner import RoundRunner
 from windlass.control.run import Run
+from windlass.control.session import RankCaller, describe, failures_of
 from windlass.errors import PeerUnreachable, WindlassError
 from windlass.layout.manifest import Role, ShardManifest
 from windlass.net.clock import Backoff
@@ -112,7 +113,7 @@ class CatchUps:
         backend: Backend,
         planner: Planner,
     ) -> None:
-        self._rounds, self._fleet = rounds, run.fleet
+        self._rounds, self._run, self._fleet = rounds, run, run.fleet
         self._members, self._connector = members, connector
         self._changes, self._tasks = changes, tasks
         self._config, self._backend, self._planner = config, backend, planner
@@ -175,10 +176,37 @@ class CatchUps:
         If no engine serves the version, first let the trainers send it again, unless they may have changed their weights
         (`trainers_stand_still` is False). The caller must hold the lock of the rounds.
         """
+        for name, workers in self._fleet.half_published().items():
+            await self._complete_publish(name, workers)
         if not any(map(self._fleet.serves, self._fleet.engines())):
             await self._bring_up_from_trainers()
         for engine in self._fleet.writable_engines():
             await self._bring_up(engine)
+
+    async def _complete_publish(self, name: str, workers: Sequence[str]) -> None:
+        """Tell the remaining ranks of an engine to serve the published version; see `Fleet.half_published`.
+
+        If a rank does not do so, the engine keeps its state, and the next round writes all its weights.
+        """
+        fleet, deadline_s = self._fleet, self._config.deadlines.publish_s
+        engine = fleet.group_of(name)
+        if engine is None:
+            return
+        before = engine.identities
+        command = Publish(fleet.published, reply_budget_s(deadline_s), fleet.lineage)
+        caller = RankCaller(self._members.sessions, self._run.new_epoch())
+        answers = await caller.call(dict.fromkeys(workers, command), deadline_s)
+        failures = failures_of(answers, Done)
+        if not failures and engine.identities == before and engine.complete:
+            fleet.note_all_published(engine)
+            _log.info("%s: all ranks serve version %s now", name, fleet.published)
+            self._changes.notify()
+            return
+        reason = "; ".join(f"{worker}: {describe(answer)}" for worker, answer in failures.items())
+        _log.warning(
+            "%s: only some ranks serve version %s: %s",
+            *(name, fleet.published, reason or "a rank has disconnected"),
+        )
 
     async def _bring_up_from_trainers(self) -> None:
         """Run a round in which the trainers send the published version again to all writable engines.

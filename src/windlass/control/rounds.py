@@ -332,7 +332,9 @@ class RoundMachine:
                 self._on_prepared(worker, command, result)
             case Prepare(), Done() if worker not in self._digested:
                 pass
-            case ((Pause() | Apply() | Release() | Publish()), Done()):
+            case Publish(), Done():
+                self._publish_first(self.engines[self.engines.of[worker]], worker)
+            case ((Pause() | Apply() | Release()), Done()):
                 # Nothing is left to do: `handle` has removed the command from `pending`.
                 pass
             case _ if (found := self._delivery.answered(worker, command, result)) is not None:
@@ -456,7 +458,7 @@ class RoundMachine:
                 self._apply()
             case Phase.APPLY:
                 self._enter(Phase.PUBLISH)
-                self._send_engines(Publish(self.version, self._go_on_s, self._spec.lineage))
+                self._publish()
             case Phase.PUBLISH:
                 for engine in self.engines.active:
                     engine.end(EngineOutcome.PUBLISHED)
@@ -465,6 +467,28 @@ class RoundMachine:
                 return
             case _:
                 assert_never(self.phase)
+
+    def _publish(self) -> None:
+        for engine in self.engines.active:
+            for worker in engine.workers[1:] or engine.workers:
+                self._send(worker, self._publish_of(engine))
+
+    def _publish_of(self, engine: RoundEngine) -> Publish:
+        # The ranks of an engine resume in two steps, within one deadline of the phase.
+        deadline_s = self._go_on_s / min(len(engine.workers), 2)
+        return Publish(self.version, deadline_s, self._spec.lineage)
+
+    def _publish_first(self, engine: RoundEngine, worker: str) -> None:
+        """Send `Publish` to the first rank of an engine once all its other ranks have published.
+
+        The first rank reports to the engine's server whether the engine is held. If the controller dies between two
+        `Publish` commands, this rank is then still paused, and the server refuses requests with the reason. Otherwise a
+        request would wait for the other ranks, which are paused.
+        """
+        first = engine.workers[0]
+        published = {w for w, command in self.pending.values() if isinstance(command, Publish)}
+        if worker != first and published.isdisjoint(engine.workers):
+            self._send(first, self._publish_of(engine))
 
     def _after_delivery(self) -> None:
         """Take the next step after all replies of WRITE or VERIFY.
