@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import time
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack
 from functools import partial
@@ -17,6 +18,7 @@ import pytest
 import tokenizers
 import transformers
 from agent_checkpoint import ANSWER, CALL, END, TOOL, write_agent_checkpoint
+from aiohttp import web
 from chat_fleet import QUESTION, TOKEN, Client, serving, tool_loop
 from fake_engine import FakeEngine
 
@@ -33,6 +35,7 @@ from windlass.rollout import (
     WorkflowContext,
 )
 from windlass.rollout.chat.conversations import WITHOUT_END, Conversations
+from windlass.rollout.chat.errors import ApiError
 from windlass.rollout.chat.messages import NO_TOOLS, Message, Template, ToolCall
 from windlass.rollout.chat.requests import (
     ChatRequest,
@@ -51,6 +54,19 @@ WITHIN_S = 60.0
 @pytest.fixture(scope="module")
 def tokenizer(folder: Path) -> Any:
     return transformers.AutoTokenizer.from_pretrained(folder)
+
+
+class SeededEngine(FakeEngine):
+    """Engine that records the seeds of its requests."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__(name)
+        self.seeds: list[int] = []
+
+    async def _generate(self, http_request: web.Request) -> web.StreamResponse:
+        body = json.loads(await http_request.read())
+        self.seeds.append(body["sampling_params"]["sampling_seed"])
+        return await super()._generate(http_request)
 
 
 class Rig:
@@ -907,6 +923,96 @@ async def test_a_repetition_of_an_unanswered_request_gets_no_earlier_answer(fold
 
         rollout = await rig.run(agent)
     assert len(rollout.turns) == 2
+
+
+@pytest.mark.parametrize("streams", [False, True])
+@pytest.mark.parametrize("goes_away", [False, True])
+async def test_a_repetition_of_a_running_request_gets_its_answer(
+    folder: Path, *, streams: bool, goes_away: bool
+) -> None:
+    """The client's timeout has passed, or its connection is lost; the endpoint learns of that later, or never."""
+    async with AsyncExitStack() as stack:
+        engine = await stack.enter_async_context(FakeEngine("engine"))
+        rig = Rig(stack, engine.url, folder)
+
+        async def agent(context: WorkflowContext) -> None:
+            async with context.chat_endpoint() as session:
+                engine.hold(2)
+                url = f"{session.base_url}/chat/completions"
+                body = {"messages": [QUESTION], "stream": streams}
+                key = {"Authorization": f"Bearer {session.api_key}"}
+
+                async def ask(**headers: str) -> bytes:
+                    async with rig.http.post(url, json=body, headers=key | headers) as answer:
+                        assert answer.status == 200
+                        return await answer.read()
+
+                asking = asyncio.create_task(ask())
+                await engine.until_held(1)
+                again = asyncio.create_task(ask(**{"X-Stainless-Retry-Count": "1"}))
+                await asyncio.sleep(0.5)
+                assert engine.num_active == 1
+                if goes_away:
+                    asking.cancel()
+                    await asyncio.wait({asking})
+                    await asyncio.sleep(0.2)
+                await engine.release()
+                answer = await again
+                if not goes_away and not streams:
+                    assert await asking == answer
+                assert b"finish_reason" in answer
+
+        rollout = await rig.run(agent)
+    assert len(rollout.turns) == 1
+
+
+async def test_the_seed_of_a_request_reaches_the_engine_unchanged(folder: Path) -> None:
+    async with AsyncExitStack() as stack:
+        engine = await stack.enter_async_context(SeededEngine("engine"))
+        rig = Rig(stack, engine.url, folder)
+
+        async def agent(context: WorkflowContext) -> None:
+            async with context.chat_endpoint(request_sampling=True) as session:
+                client = rig.client(session)
+                for body in ({"seed": 7}, {"seed": 7}, {"seed": 7, "n": 2}):
+                    await client.ask("/chat/completions", {"messages": [QUESTION], **body})
+
+        await rig.run(agent)
+    assert sorted(engine.seeds) == [7, 7, 7, 8]
+
+
+async def test_a_request_in_the_moment_when_its_session_expires_gets_the_reason(
+    folder: Path,
+) -> None:
+    """The request arrives before the loop has told the workflow that the idle time is over."""
+    refused: list[ApiError] = []
+    async with AsyncExitStack() as stack:
+        engine = await stack.enter_async_context(FakeEngine("engine"))
+        rig = Rig(stack, engine.url, folder)
+
+        async def agent(context: WorkflowContext) -> None:
+            if context.attempt > 1:
+                return
+            async with context.chat_endpoint() as session:
+                loop, asking = asyncio.get_running_loop(), list[asyncio.Task[None]]()
+
+                async def ask() -> None:
+                    with pytest.raises(ApiError) as found:
+                        async with session.request():
+                            pass
+                    refused.append(found.value)
+
+                loop.call_later(0.4, lambda: asking.append(loop.create_task(ask())))
+                loop.call_later(0.2, time.sleep, 0.6)
+                try:
+                    await session.wait_for_reward(idle_s=0.5)
+                finally:
+                    await asyncio.gather(*asking)
+
+        await rig.run(agent)
+    (error,) = refused
+    assert error.status == 401
+    assert "the agent sent no request within 0.5 s" in str(error)
 
 
 async def test_a_client_that_goes_away_leaves_no_turn(folder: Path) -> None:

@@ -142,6 +142,7 @@ class WorkflowContext:
         sampling: SamplingParams | None = None,
         *,
         watch: Watch | None = None,
+        keep_seed: bool = False,
     ) -> Turn:
         """Generate one answer, append the `Turn` to `turns`, and return it.
 
@@ -151,6 +152,8 @@ class WorkflowContext:
             prompt_ids: all tokens before the answer, including earlier turns.
             sampling: sampling parameters of this call; by default the submitter's.
             watch: function that gets the tokens while the engine generates them; None if it is not needed.
+            keep_seed: whether the engine gets the seed of `sampling` unchanged. By default each call of the workflow gets
+                another seed, because equal seeds could give equal answers.
 
         Raises:
             ConfigError: the prompt is empty, or has an element that is not an integer.
@@ -162,11 +165,12 @@ class WorkflowContext:
         if not tokens:
             raise ConfigError(f"workflow {self._task.workflow}: prompt_ids must not be empty")
         self._num_calls += 1
+        offset = 0 if keep_seed else SEEDS_PER_CALL * (self._num_calls - 1)
         call = msgspec.structs.replace(
             self._task,
             task_id=f"{self._task.task_id}.{self._num_calls}",
             prompt_ids=tokens,
-            sampling=(sampling or self.sampling).seeded(SEEDS_PER_CALL * (self._num_calls - 1)),
+            sampling=(sampling or self.sampling).seeded(offset),
         )
         answer = await generate(self._session, call, watch)
         turn = Turn(call.prompt_ids, answer.tokens, answer.finish_reason)

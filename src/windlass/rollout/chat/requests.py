@@ -239,6 +239,8 @@ class Call:
         forced: whether the answer must be one tool call as JSON.
         logprobs: whether the reply contains the log-probability of each token.
         num_top: number of most probable tokens per place. The reply contains their log-probabilities.
+        keep_seed: whether the seed in `sampling` is that of the request, so that the engine gets it unchanged. With
+            several answers, answer i gets the seed plus i.
         new_messages: for `/v1/responses`: messages that a later request may continue. These are the messages of earlier
             responses and the input of this request, without instructions.
     """
@@ -254,6 +256,7 @@ class Call:
     forced: bool = False
     logprobs: bool = False
     num_top: int = 0
+    keep_seed: bool = False
     new_messages: tuple[Message, ...] = ()
 
 
@@ -319,6 +322,10 @@ class Policy:
             changed |= {name: value for name, value in given.items() if value is not None}
         return msgspec.structs.replace(self.sampling, **changed)
 
+    def keeps_seed(self, request: CommonRequest) -> bool:
+        """Return whether the seed of a request reaches the engine unchanged."""
+        return self.request_sampling and request.seed is not None
+
 
 def chat_call(request: ChatRequest, policy: Policy) -> Call:
     """Convert a chat completion request to a `Call`; raise `ConfigError` if the endpoint cannot answer it."""
@@ -346,6 +353,7 @@ def chat_call(request: ChatRequest, policy: Policy) -> Call:
             forced=call_schema is not None,
             logprobs=bool(request.logprobs),
             num_top=_num_top(request, logprobs=bool(request.logprobs)),
+            keep_seed=policy.keeps_seed(request),
         )
     )
 
@@ -362,6 +370,7 @@ def completion_call(request: CompletionRequest, policy: Policy) -> Call:
             num_choices=1 if request.n is None else request.n,
             logprobs=request.logprobs is not None,
             num_top=_in_range("logprobs", request.logprobs or 0),
+            keep_seed=policy.keeps_seed(request),
         )
     )
 
@@ -419,6 +428,7 @@ def response_call(request: ResponseRequest, policy: Policy, previous: Sequence[M
             forced=call_schema is not None,
             logprobs=logprobs,
             num_top=_num_top(request, logprobs=logprobs),
+            keep_seed=policy.keeps_seed(request),
             new_messages=(*previous, *new),
         )
     )

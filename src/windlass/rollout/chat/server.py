@@ -8,7 +8,7 @@ import hashlib
 import hmac
 import logging
 from collections import OrderedDict
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterable, Sequence
 from dataclasses import replace
 from typing import NamedTuple, TypeVar, final
 
@@ -387,12 +387,12 @@ class ChatServer:
         self,
         http: web.Request,
         kind: type[T],
-        reply_to: Callable[[T, Send | None], Awaitable[Reply]],
+        reply_to: Callable[[T, Send | None], Coroutine[None, None, Reply]],
     ) -> web.StreamResponse:
         """Read a request, get its reply from `reply_to`, and send the reply as one object or as a stream.
 
-        `reply_to` sends the events of a stream itself. A repetition of an earlier request gets the earlier reply, if the
-        session still has it.
+        `reply_to` sends the events of a stream itself. A repetition of an earlier request gets the reply of the earlier
+        request, also if the endpoint still makes this reply.
         """
         session = self._session_of(http)
         async with session.request():
@@ -400,18 +400,15 @@ class ChatServer:
             session.check_open()
             key, repeated = _repetition(http, body)
             request = msgspec.json.decode(body, type=kind)
-            known = session.kept_reply(key) if repeated else None
+            found = session.find_reply(key) if repeated else None
 
             async def replied(send: Send | None) -> Reply:
-                if known is not None:
-                    _send_all(send, known.events())
-                    return known
-                try:
-                    reply = await reply_to(request, send)
-                except asyncio.CancelledError:
-                    session.leave_unanswered(key)
-                    raise
-                session.keep_reply(key, reply)
+                making = found
+                if making is None:
+                    making = session.make_reply(key, reply_to(request, send))
+                reply = await session.wait_for_reply(key, making)
+                if making is found:
+                    _send_all(send, reply.events())
                 return reply
 
             if request.stream:

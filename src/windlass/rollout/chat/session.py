@@ -7,8 +7,9 @@ import contextlib
 import hmac
 import secrets
 from collections import Counter, OrderedDict
-from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Protocol, final
 
 import msgspec
@@ -70,6 +71,7 @@ class Generator(Protocol):
         sampling: SamplingParams | None = None,
         *,
         watch: Watch | None = None,
+        keep_seed: bool = False,
     ) -> Turn:
         """Generate one answer; see `WorkflowContext.generate`."""
         ...
@@ -148,6 +150,20 @@ class Limits:
 
 
 @final
+@dataclass(eq=False, slots=True)
+class Making:
+    """Reply that a task makes for one request, and for repetitions of this request.
+
+    Attributes:
+        job: the task.
+        num_waiting: number of requests that wait for the task now.
+    """
+
+    job: asyncio.Task[Reply]
+    num_waiting: int = 0
+
+
+@final
 class ChatSession:
     """Session of one attempt. A workflow gets it from `WorkflowContext.chat_endpoint`.
 
@@ -179,7 +195,8 @@ class ChatSession:
         self.metadata: object = None
         self.policy = Policy(context.sampling, request_sampling)
         self.responses: dict[str, tuple[Message, ...]] = {}
-        self._replies: OrderedDict[bytes, Reply] = OrderedDict()
+        self._replies: OrderedDict[bytes, Making] = OrderedDict()
+        self._making: dict[bytes, list[Making]] = {}
         self._num_unanswered: Counter[bytes] = Counter()
         self._context, self._text, self._limits = context, text, limits
         self._parser, self._marks = parser_of(tool_format), MARKS[tool_format]
@@ -289,8 +306,10 @@ class ChatSession:
         running request starts the time after which the agent counts as lost (`idle_s` of `wait_for_reward`).
 
         Raises:
-            ApiError: too many requests wait, or the session has ended.
+            ApiError: too many requests wait, the session has ended, or the agent counts as lost.
         """
+        if self._idle is not None and self._idle.expired():
+            raise session_ended(f"the agent sent no request within {self._idle_s:g} s")
         most = self._limits.max_requests + MAX_WAITING_REQUESTS
         if self._num_requests >= most:
             text = f"a session may have at most {most} concurrent requests"
@@ -375,11 +394,12 @@ class ChatSession:
             asyncio.create_task(
                 self._context.generate(
                     prompt.ids,
-                    sampling,
+                    sampling.seeded(index) if call.keep_seed else sampling,
                     watch=each.watch(call, streams=on_delta is not None),
+                    keep_seed=call.keep_seed,
                 )
             )
-            for each in watched
+            for index, each in enumerate(watched)
         ]
         shows = [
             asyncio.create_task(each.show(job, on_delta))
@@ -516,22 +536,61 @@ class ChatSession:
             finish = "tool_calls"
         return Choice(turn, whole, text, message, finish, tokens)
 
-    def keep_reply(self, key: bytes, reply: Reply) -> None:
-        """Keep the reply to a request, see `kept_reply`."""
-        self._replies[key] = reply
+    def make_reply(self, key: bytes, reply: Coroutine[None, None, Reply]) -> Making:
+        """Start a task that makes the reply to a request. Every request for this reply then calls `wait_for_reply`."""
+        making = Making(asyncio.create_task(reply))
+        self._making.setdefault(key, []).append(making)
+        making.job.add_done_callback(partial(self._made, key, making))
+        return making
+
+    def _made(self, key: bytes, making: Making, job: asyncio.Task[Reply]) -> None:
+        """Keep the newest `KEPT_ANSWERS` replies, so that a client that repeats a request gets the same reply."""
+        self._forget(key, making)
+        if job.cancelled() or job.exception() is not None:
+            return
+        self._replies[key] = making
         if len(self._replies) > KEPT_ANSWERS:
             self._replies.popitem(last=False)
 
-    def leave_unanswered(self, key: bytes) -> None:
-        """Record that a request with this key was cancelled before it had a reply, see `kept_reply`."""
-        self._num_unanswered[key] += 1
+    def _forget(self, key: bytes, making: Making) -> None:
+        """Let later requests not join `making`. Idempotent."""
+        if making in (running := self._making.get(key, [])):
+            running.remove(making)
+            if not running:
+                del self._making[key]
 
-    def kept_reply(self, key: bytes) -> Reply | None:
-        """Return the reply to an earlier request with this key; None if there is none.
+    async def wait_for_reply(self, key: bytes, making: Making) -> Reply:
+        """Wait for a reply that the session makes or has made. If no other request waits, a cancellation cancels its task.
 
-        A client repeats a request with the same key if it did not get the reply. For each cancelled request with this
-        key, return None once: equal requests have equal keys, so a kept reply may belong to another request.
+        Raises:
+            ApiError, ConfigError: see `answer`.
         """
+        making.num_waiting += 1
+        try:
+            await asyncio.wait({making.job})
+        except asyncio.CancelledError:
+            if making.num_waiting == 1 and making.job.cancel():
+                self._forget(key, making)
+                self._num_unanswered[key] += 1
+            raise
+        finally:
+            making.num_waiting -= 1
+        if making.job.cancelled():
+            raise session_ended()
+        return making.job.result()
+
+    def find_reply(self, key: bytes) -> Making | None:
+        """Return the reply to an earlier request with this key, also if it is still being made; None if there is none.
+
+        A client repeats a request with the same key if it did not get the reply, for example after its own timeout. The
+        connection of the earlier request may then still seem to be open.
+
+        If several requests with this key are running, return the oldest of those for which the fewest clients wait. For
+        each cancelled request with this key, return no kept reply once: equal requests have equal keys, so a kept reply
+        may belong to another request.
+        """
+        if running := self._making.get(key):
+            return min(running, key=lambda making: making.num_waiting)
         if self._num_unanswered[key]:
             self._num_unanswered[key] -= 1
             return None
@@ -549,6 +608,7 @@ def _cancel(job: asyncio.Task[list[Choice]]) -> None:
         job.cancel()
 
 
-def session_ended() -> ApiError:
-    """Return the error for a request to a session that has ended."""
-    return ApiError(401, "the key is unknown, or its session has ended", "invalid_api_key")
+def session_ended(reason: str = "") -> ApiError:
+    """Return the error for a request to a session that has ended, with the reason if it is known."""
+    text = f"the session has ended: {reason}" if reason else ""
+    return ApiError(401, text or "the key is unknown, or its session has ended", "invalid_api_key")
