@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import json
+import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
+from email.utils import formatdate
 
 import pytest
 from aiohttp import web
@@ -85,6 +87,44 @@ async def test_request_that_fails_in_passing_is_repeated() -> None:
     async with serving(score) as url, RewardServer(ServerRewards(url=url)) as server:
         assert await server.score(rollouts(["x"] * 2)) == (1.0, 21.0)
     assert statuses == []
+
+
+@pytest.mark.parametrize("as_date", [False, True])
+async def test_a_request_is_not_repeated_before_the_time_that_the_server_names(
+    *, as_date: bool
+) -> None:
+    times: list[float] = []
+
+    async def score(request: web.Request) -> web.StreamResponse:
+        times.append(time.time())
+        if len(times) > 1:
+            return await sums(request)
+        # A date has whole seconds.
+        value = formatdate(times[0] + 3, usegmt=True) if as_date else "2"
+        return web.Response(status=429, text="busy", headers={"Retry-After": value})
+
+    async with serving(score) as url, RewardServer(ServerRewards(url=url)) as server:
+        assert await server.score(rollouts(["x"] * 2)) == (1.0, 21.0)
+    first, second = times
+    assert second - first >= 1.9
+
+
+async def test_invalid_waits_are_ignored_and_too_long_waits_are_an_error() -> None:
+    for value in ("soon", "-1", "9" * 400):
+        times: list[float] = []
+
+        async def score(
+            _: web.Request, seen: list[float] = times, value: str = value
+        ) -> web.Response:
+            seen.append(time.time())
+            return web.Response(status=503, text="busy", headers={"Retry-After": value})
+
+        reason, _ = await failure_of(score, deadline_s=0.8)
+        is_long = value.startswith("9")
+        assert ("Retry-After must end before the deadline of 0.8 s" in reason) is is_long
+        assert ("no rewards within 0.8 s" in reason) is not is_long
+        assert "HTTP 503: busy" in reason
+        assert (len(times) == 1) is is_long
 
 
 async def test_server_that_starts_late_costs_no_rollout() -> None:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Sequence
+import time
+from collections.abc import Mapping, Sequence
+from email.utils import parsedate_to_datetime
 from typing import Self, final
 
 import aiohttp
@@ -192,13 +194,15 @@ class RewardServer:
     ) -> tuple[object, ...]:
         """Send one batch, and return the rewards of the first answer with a status of 2xx.
 
-        Repeat the request after a connection error, a status of 5xx, or a status of `PASSING_4XX`.
+        Repeat the request after a connection error, a status of 5xx, or a status of `PASSING_4XX`. Wait at least as long
+        as the server asks for in `Retry-After`.
 
         Raises:
             RewardError: the server refused the request, sent an invalid answer, or sent no rewards before the deadline.
             _DivideError: the server failed for the batch, and may succeed for a part of it.
         """
         config, num_tries, num_failures, newest = self._config, 0, 0, "no answer"
+        least_s = 0.0
         now = asyncio.get_running_loop().time
         try:
             async with asyncio.timeout_at(ends_at) as deadline:
@@ -209,8 +213,8 @@ class RewardServer:
                                 # The deadline does not include the first wait for other requests.
                                 ends_at = now() + config.deadline_s
                                 deadline.reschedule(ends_at)
-                            num_tries += 1
-                            status, answer = await self._post(http, encoded)
+                            num_tries, least_s = num_tries + 1, 0.0
+                            status, answer, least_s = await self._post(http, encoded)
                     except PeerUnreachable as error:
                         # The server redirects the request. It would also redirect the next one.
                         raise RewardError(f"{config.url}: {error}", "redirect") from error
@@ -227,7 +231,13 @@ class RewardServer:
                             raise _DivideError(ends_at)
                         if status < 500 and status not in PASSING_4XX:
                             raise RewardError(f"{config.url}: {newest}", f"HTTP {status}")
-                    await asyncio.sleep(BACKOFF.after(num_tries))
+                    if least_s and ends_at is not None and now() + least_s >= ends_at:
+                        raise RewardError(
+                            f"{config.url}: {newest}; Retry-After must end before the deadline of {config.deadline_s:g} s, "
+                            f"got {least_s:g} s",
+                            "deadline",
+                        )
+                    await asyncio.sleep(max(least_s, BACKOFF.after(num_tries)))
         except TimeoutError:
             raise RewardError(
                 f"{config.url}: no rewards within {config.deadline_s:g} s, in {num_tries} requests; newest: {newest}",
@@ -239,8 +249,8 @@ class RewardServer:
 
     async def _post(
         self, http: aiohttp.ClientSession, encoded: Sequence[bytes]
-    ) -> tuple[int, bytes]:
-        """Send one request; return the HTTP status and the body of the answer.
+    ) -> tuple[int, bytes, float]:
+        """Send one request; return the HTTP status and the body of the answer, and the seconds in `Retry-After`.
 
         Raises:
             ProtocolError: the body has more than `MAX_ANSWER_NBYTES` bytes.
@@ -254,7 +264,21 @@ class RewardServer:
                     raise ProtocolError(
                         f"an answer must have at most {MAX_ANSWER_NBYTES} bytes, got more"
                     )
-            return response.status, bytes(found)
+            return response.status, bytes(found), _retry_after_s(response.headers)
+
+
+def _retry_after_s(headers: Mapping[str, str]) -> float:
+    """Return the seconds that a server asks clients to wait; 0 if it asks for nothing, or if the value is invalid.
+
+    The value of the header is a number of seconds or a date.
+    """
+    value = headers.get("Retry-After", "").strip()
+    if value.isascii() and value.isdecimal():
+        return float(value)
+    try:
+        return max(0.0, parsedate_to_datetime(value).timestamp() - time.time())
+    except (ValueError, OverflowError):
+        return 0.0
 
 
 def _rewards_in(answer: bytes, num_rollouts: int) -> tuple[object, ...]:
