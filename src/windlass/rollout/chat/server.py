@@ -404,7 +404,8 @@ class ChatServer:
 
             async def replied(send: Send | None) -> Reply:
                 making = found
-                if making is None:
+                # The last client of the earlier request may have gone away since `find_reply`.
+                if making is None or making.job.cancelling():
                     making = session.make_reply(key, reply_to(request, send))
                 reply = await session.wait_for_reply(key, making)
                 if making is found:
