@@ -32,6 +32,7 @@ from mesh_rank import (
 from windlass.backends.collective_group import Rendezvous
 from windlass.errors import ConfigError
 from windlass.jobs.fsdp_engine import FsdpEngine, LossMean, ParallelSizes, Samples, micro_batches
+from windlass.jobs.train_worker import TrainContext
 
 RANKS = str(Path(__file__).parents[1] / "support" / "mesh_rank.py")
 DEADLINE_S = 300.0
@@ -206,6 +207,47 @@ def check_resumed(
     assert [each["lr"] for each in found["before"][0]["metrics"]] == [0.5]
     assert [each["lr"] for each in found["after"][0]["metrics"]] == [0.5, 0.125, 0.125]
     return metrics[1:]
+
+
+def one_rank(rate: float, decay: float) -> tuple[FsdpEngine, torch.optim.Optimizer]:
+    """Return the engine of a job with one rank, and its optimizer. The schedule warms up over three steps, then decays."""
+    made: list[torch.optim.Optimizer] = []
+
+    def build(model: torch.nn.Module) -> torch.optim.Optimizer:
+        made.append(torch.optim.AdamW(model.parameters(), lr=rate, weight_decay=decay))
+        return made[0]
+
+    def warmed(stepper: torch.optim.Optimizer) -> torch.optim.lr_scheduler.LRScheduler:
+        schedules = torch.optim.lr_scheduler
+        warm = schedules.LambdaLR(stepper, lambda step: min(1.0, (step + 1) / 4))
+        decaying = schedules.ExponentialLR(stepper, 0.5)
+        return schedules.SequentialLR(stepper, [warm, decaying], [3])
+
+    engine = FsdpEngine(
+        model=Decoder, optimizer=build, loss=mean_loss, lr_schedule=warmed, publish_to_fleet=False
+    )
+    store = Rendezvous("127.0.0.1", DEADLINE_S)
+    engine.setup(TrainContext(0, 1, "127.0.0.1", store.port, "", "", DEADLINE_S))
+    return engine, made[0]
+
+
+def test_new_settings_of_the_optimizer_hold_after_a_load(tmp_path: Path) -> None:
+    engine, _ = one_rank(0.01, 0.1)
+    try:
+        rates = [engine.train_step(0, batch(0, 1))["lr"]]
+        engine.save(str(tmp_path))
+        rates += [engine.train_step(step, batch(step, 1))["lr"] for step in range(1, 6)]
+    finally:
+        engine.close()
+    for rate, decay in ((0.01, 0.1), (0.002, 0.0)):
+        engine, stepper = one_rank(rate, decay)
+        try:
+            engine.load(str(tmp_path))
+            found = [engine.train_step(step, batch(step, 1))["lr"] for step in range(1, 6)]
+        finally:
+            engine.close()
+        assert found == pytest.approx([each * rate / 0.01 for each in rates[1:]])
+        assert stepper.param_groups[0]["weight_decay"] == decay
 
 
 def test_sizes_that_fit_no_mesh_are_refused_by_name() -> None:

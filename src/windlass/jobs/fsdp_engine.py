@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -33,6 +34,10 @@ Samples = Sequence[Sequence[TrainingSample]]
 """Groups that one rank gets in a training step; each group is a sequence of samples."""
 LossResult = torch.Tensor | tuple[torch.Tensor, Mapping[str, torch.Tensor]]
 """Scalar loss, or the loss with further scalars by name. A step reports the mean of each, weighted as the loss is."""
+
+
+_SETTINGS = "settings"
+"""Name of the optimizer's settings in a checkpoint."""
 
 
 def start_process_group(context: TrainContext, backend: str, device: torch.device) -> None:
@@ -303,6 +308,7 @@ class FsdpEngine(TrainEngine):
         self._model: torch.nn.Module | None = None
         self._used: _UsedParameters | None = None
         self._optimizer: torch.optim.Optimizer | None = None
+        self._settings: list[dict[str, Any]] = []
         self._client: TrainerClient | None = None
         self._sampling: SamplingParams | None = None
 
@@ -355,6 +361,7 @@ class FsdpEngine(TrainEngine):
         self._model, self._optimizer = model, self._build_optimizer(model)
         if self._build_lr_schedule is not None:
             self._lr_schedule = self._build_lr_schedule(self._optimizer)
+        self._settings = _settings_of(self._optimizer)
         if self._publish_to_fleet:
             self._client = connect_trainer(
                 model,
@@ -462,7 +469,11 @@ class FsdpEngine(TrainEngine):
             self._export(self.model, Path(path))
 
     def load(self, path: str) -> None:
-        """Load model, optimizer and schedule in place from a checkpoint of `save`. Collective."""
+        """Load model, optimizer and schedule in place from a checkpoint of `save`. Collective.
+
+        If `optimizer` now gives other settings than in the job that wrote the checkpoint, the new settings hold. With a new
+        learning rate, the rate of the checkpoint is scaled by the ratio of the two.
+        """
         from torch.distributed.checkpoint.filesystem import FileSystemReader
         from torch.distributed.checkpoint.state_dict import set_state_dict
         from torch.distributed.checkpoint.state_dict_loader import load
@@ -478,6 +489,9 @@ class FsdpEngine(TrainEngine):
             if any(f"optimizer.state.{name}.{key}" in saved for key in values)
         }
         unsaved = {name: states.pop(name) for name in [*states] if kept and name not in kept}
+        # Checkpoints of earlier releases have no settings.
+        if _SETTINGS not in saved:
+            state.pop(_SETTINGS)
         load(state, checkpoint_id=path)
         states |= unsaved
         if self._lr_schedule is not None:
@@ -491,13 +505,34 @@ class FsdpEngine(TrainEngine):
         for name, parameter in self.model.named_parameters():
             if name in unsaved:
                 optimizer.state.pop(parameter)
+        if _SETTINGS in state:
+            self._take_new_settings(json.loads(state[_SETTINGS]))
+
+    def _take_new_settings(self, saved: Sequence[Mapping[str, Any]]) -> None:
+        """Give the optimizer the settings of this job that differ from `saved`, the settings of the checkpoint's job."""
+        groups = self._existing_optimizer().param_groups
+        is_new_rate = False
+        for group, new, old in zip(groups, self._settings, saved, strict=True):
+            for name, value in new.items():
+                if name != "lr" and name in old and old[name] != _as_json(value):
+                    group[name] = value
+            # A schedule stores the rate from which it computes others under this name.
+            name = "initial_lr" if "initial_lr" in new else "lr"
+            if new[name] != old[name]:
+                is_new_rate = True
+                rate = group["lr"] * (new[name] / old[name]) if old[name] else new[name]
+                group["lr"] = rate
+        if is_new_rate and self._lr_schedule is not None:
+            for schedule in _single_schedules(self._lr_schedule):
+                schedule.base_lrs = [float(group["initial_lr"]) for group in groups]
+                schedule._last_lr = [float(group["lr"]) for group in groups]
 
     def _state(self) -> dict[str, Any]:
         """Return the sharded state of model, optimizer and schedule for a distributed checkpoint. Collective."""
         from torch.distributed.checkpoint.state_dict import get_state_dict
 
         model, optimizer = get_state_dict(self.model, self._existing_optimizer())
-        state = {"model": model, "optimizer": optimizer}
+        state = {"model": model, "optimizer": optimizer, _SETTINGS: _as_text(self._settings)}
         if self._lr_schedule is not None:
             state["lr_schedule"] = self._lr_schedule.state_dict()
         return state
@@ -515,6 +550,35 @@ class FsdpEngine(TrainEngine):
             self._client = None
         if dist.is_initialized():
             dist.destroy_process_group()
+
+
+def _settings_of(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
+    """Return the settings of each parameter group, for example the learning rate. Tensors become numbers."""
+    return [
+        {
+            name: value.item() if isinstance(value, torch.Tensor) else value
+            for name, value in group.items()
+            if name != "params"
+        }
+        for group in optimizer.param_groups
+    ]
+
+
+def _as_text(settings: object) -> str:
+    """Encode settings as JSON, and values that JSON does not know as their `repr`."""
+    return json.dumps(settings, default=repr)
+
+
+def _as_json(value: object) -> object:
+    """Return a setting as it is after it was encoded and decoded."""
+    return json.loads(_as_text(value))
+
+
+def _single_schedules(schedule: Any) -> Iterator[Any]:
+    """Yield a schedule and the schedules that it combines, as `SequentialLR` and `ChainedScheduler` do."""
+    yield schedule
+    for each in vars(schedule).get("_schedulers", ()):
+        yield from _single_schedules(each)
 
 
 @final
