@@ -31,6 +31,7 @@ class Row:
         freed: offload the parameters' buffers as Megatron does.
         main_params: publish the optimizer's fp32 copies.
         wrapper: name of a further class around the model.
+        config: settings of Megatron that the model has when it connects.
     """
 
     case: Case
@@ -41,6 +42,7 @@ class Row:
     freed: bool = False
     main_params: bool = False
     wrapper: str = ""
+    config: Mapping[str, Any] = field(default_factory=dict)
 
     def __str__(self) -> str:
         return self.case.name
@@ -88,7 +90,9 @@ def published(row: Row, url: str, token: str) -> dict[str, Any]:
         optimizer=row.optimizer,
     )
     met: dict[str, str] = {}
-    if row.wrapper or row.main_params or row.ddp.get("fp8_param_gather"):
+    for name, value in row.config.items():
+        setattr(chunks[0].config, name, value)
+    if row.config or row.wrapper or row.main_params or row.ddp.get("fp8_param_gather"):
         return refused(row, training, url, token)
     described = describe_megatron_trainer(
         training.models, family=row.case.spec.family, vocab_size=row.case.spec.vocab_size

@@ -59,6 +59,8 @@ REFUSED = {
     row("fp8_gathered", ddp={"fp8_param_gather": True}): "fp8_param_gather must be False",
     row("torch_fsdp", wrapper="TorchFullyShardedDataParallel"): "TorchFullyShardedDataParallel",
     row("megatron_fsdp", wrapper="FullyShardedDataParallel"): "FullyShardedDataParallel",
+    row("norms", config={"layernorm_zero_centered_gamma": True}): "adds 1 to the weights of norms",
+    row("rotated", config={"rotary_interleaved": True}): "rotates neighbouring elements",
     row("main_params", main_params=True, dtype=torch.bfloat16): "as flat ranges",
 }
 ROWS = [*WHOLE, *REFUSED]

@@ -29,7 +29,7 @@ from windlass.layout.box import Box
 from windlass.layout.manifest import ManifestBuilder, Role
 from windlass.layout.naming.place import Coords, Geometry, Placed, PlacedShard, place
 from windlass.layout.naming.rules import Family
-from windlass.layout.naming.tables import FAMILIES
+from windlass.layout.naming.tables import BUILT_IN, FAMILIES
 from windlass.trainers.client import TrainerClient
 from windlass.trainers.exporter import Exporter, add_placed, captured_export, refuse_strided
 from windlass.trainers.fsdp import connect_described
@@ -44,6 +44,11 @@ _VOCABULARY = ("embedding.word_embeddings.", "output_layer.")
 ROUTER_BIASES = ("mlp.router.expert_bias",)
 """Suffixes of the names of the biases of routers, the only buffers that checkpoints contain. Megatron trains with them in
 float32."""
+_OTHER_VALUES = {
+    "layernorm_zero_centered_gamma": "Megatron adds 1 to the weights of norms, and engines do not",
+    "rotary_interleaved": "Megatron rotates neighbouring elements of a head, and engines rotate its halves",
+}
+"""Settings of Megatron with which built-in naming tables would publish wrong values -> the reason."""
 _LAYER = re.compile(r"(?:decoder|mtp)\.layers\.\d+")
 """Pattern of the names of decoder layers and of MTP layers (multi-token prediction)."""
 
@@ -146,7 +151,8 @@ def describe_megatron_trainer(
         ConfigError: neither `family` nor `exporter` is given, or `copy_of` is given with `use_main_params`.
         PlanError: `copy_of` returned a tensor of another shape or dtype.
         UnsupportedLayout: the naming table has no rule for a parameter; no table describes the model's attention or
-            MLP; the exporter computes values or leaves out a parameter, and there is no table; with `use_main_params`,
+            MLP, or a built-in table describes other values; the exporter computes values or leaves out a parameter, and
+            there is no table; with `use_main_params`,
             the distributed optimizer keeps the fp32 copies as flat ranges; parameters are in fp8; or a wrapper shards
             parameters over data-parallel ranks.
         ManifestError: the shape of a parameter contradicts the configuration.
@@ -273,6 +279,7 @@ def _placed(
             "`family`, or `exporter=bridge.export_weights`"
         )
     table = FAMILIES.find(family) if isinstance(family, str) else family
+    _refuse_other_values(table, _unwrap(chunks[0]).config)
     geometry, coords = _geometry(_unwrap(chunks[0]).config, vocab_size), megatron_coords()
     return {
         held.name: place(table, held.name, tuple(held.tensor.shape), geometry, coords)
@@ -487,6 +494,21 @@ def _global_name(name: str, numbers: dict[str, int]) -> str:
     if found is None:
         return name
     return f"{found[1]}.{numbers[found.group()]}{name[found.end() :]}"
+
+
+def _refuse_other_values(table: Family, config: object) -> None:
+    """Raise UnsupportedLayout if parameters have other values than the checkpoint tensors of a built-in family.
+
+    Naming tables copy elements. With these settings, Megatron's models compute something else from the same values.
+    """
+    if table.name not in {family.name for family in BUILT_IN}:
+        return
+    for name, meaning in _OTHER_VALUES.items():
+        if vars(config).get(name):
+            raise UnsupportedLayout(
+                f"{name} must be False with the naming table of {table.name}, got True: {meaning}; pass a converter as "
+                "`exporter` without `family`, or a `Family` with another name if your engines compute the same"
+            )
 
 
 def _geometry(config: object, vocab_size: int) -> Geometry:

@@ -170,13 +170,12 @@ MIXTRAL = Family("mixtral", (*ENDS, *NORMS, *GROUPED_QUERY, *_MIXTRAL))
 DEEPSEEK_V3 = Family("deepseek_v3", with_predictors(DEEPSEEK))
 KIMI_K2 = Family("kimi_k2", with_predictors(DEEPSEEK))
 
+BUILT_IN = (LLAMA, QWEN2, QWEN3, QWEN3_MOE, GLM4_MOE, MIXTRAL, DEEPSEEK_V3, KIMI_K2)
+"""Families of this module."""
 FAMILIES: Registry[Family] = Registry(
     noun="family",
     kind=Family,
-    built_in={
-        family.name: f"{__name__}:{family.name.upper()}"
-        for family in (LLAMA, QWEN2, QWEN3, QWEN3_MOE, GLM4_MOE, MIXTRAL, DEEPSEEK_V3, KIMI_K2)
-    },
+    built_in={family.name: f"{__name__}:{family.name.upper()}" for family in BUILT_IN},
     group="windlass.families",
 )
 """All families, by the `model_type` of the checkpoint's `config.json`."""
