@@ -135,6 +135,14 @@ async def test_layers_for_further_tokens_and_rotary_tables_need_no_pattern(
     assert sum(report.unused.values()) == len(extra)
 
 
+async def test_copies_of_embedding_and_head_in_a_layer_that_drafts_need_no_pattern() -> None:
+    layer = ("model.layers.1.eh_proj.weight", "model.layers.1.mlp.weight")
+    copies = ("model.layers.1.embed_tokens.weight", "model.layers.1.shared_head.head.weight")
+    names = (*SERVED, *layer, *copies)
+    report = await published(tree(names), engines=((*SERVED, *layer),))
+    assert sum(report.unused.values()) == len(copies)
+
+
 async def test_buffers_and_second_names_of_one_memory_need_no_pattern() -> None:
     module = tree((*SERVED, "lm_head.weight"))
     module.register_buffer("running_mean", torch.ones(2))

@@ -7,6 +7,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from dataclasses import dataclass, field
+from typing import Any
 
 import msgspec
 import pytest
@@ -314,6 +315,44 @@ def test_a_snapshot_does_not_restore_shared_objects() -> None:
     model.rows[0].factor = 1.0
     before.restore()
     assert (communicator.turn, model.rows[0].factor) == (5, 0.25)
+
+
+class LoadsOnAccess(OrderedDict[str, object]):
+    """A dict like the tables of transformers' `AutoModel`: each access imports a class, which may be missing."""
+
+    def __iter__(self) -> Iterator[str]:
+        raise ValueError("a class of another model is missing")
+
+    def keys(self) -> Any:
+        raise ValueError("a class of another model is missing")
+
+    values = items = keys
+
+    def __getitem__(self, key: str) -> object:
+        raise ValueError("a class of another model is missing")
+
+
+CLASSES_OF_MODELS = LoadsOnAccess()
+CLASSES_OF_MODELS["linear"] = torch.nn.Linear
+CLASSES_OF_MODELS["scale"] = 2.0
+
+
+class Scaled(torch.nn.Linear):
+    """A model that reads a global table."""
+
+    def forward(self, values: torch.Tensor) -> torch.Tensor:
+        return super().forward(values) * len(CLASSES_OF_MODELS)
+
+
+def test_a_snapshot_does_not_load_the_values_of_a_dict_that_loads_them_on_access() -> None:
+    model = Scaled(2, 2)
+    vars(model)["own"] = own = LoadsOnAccess(first=1.0)
+    before = Snapshot(model)
+    CLASSES_OF_MODELS["scale"] = 3.0
+    own["second"] = 2.0
+    before.restore()
+    assert dict(OrderedDict.items(CLASSES_OF_MODELS)) == {"linear": torch.nn.Linear, "scale": 2.0}
+    assert dict(OrderedDict.items(own)) == {"first": 1.0}
 
 
 def test_a_snapshot_does_not_rebuild_an_unchanged_set() -> None:

@@ -19,6 +19,9 @@ predict further tokens."""
 _MTP_MARK = ".eh_proj.weight"
 """Name of the projection that only an MTP layer has (DeepSeek, GLM):
 `model.layers.61.eh_proj.weight`."""
+_SHARED_BY_MTP = ("embed_tokens.weight", "shared_head.head.weight")
+"""Ends of the names of an MTP layer's copies of the model's embedding and output matrix. Engines that draft with the
+layer use the model's own matrices instead, and their loaders skip the copies."""
 _HEADS = ("lm_head.weight", "output.weight", "embed_out.weight")
 """Ends of the names of output matrices."""
 
@@ -69,7 +72,8 @@ def refuse_unused(
 ) -> None:
     """Check that engines need every trainer tensor, except harmless tensors and allowed tensors.
 
-    Two kinds of tensors are harmless: MTP layers, and tables that every engine computes itself (rotary embeddings).
+    Three kinds of tensors are harmless: MTP layers, an MTP layer's copies of the model's embedding and output matrix,
+    and tables that every engine computes itself (rotary embeddings).
 
     Args:
         unused: names of the trainer tensors that no engine needs, from `find_unused`.
@@ -79,12 +83,16 @@ def refuse_unused(
     Raises:
         ManifestError: other tensors are unused; the message lists them.
     """
-    layers = tuple(n.removesuffix(_MTP_MARK[1:]) for n in unused if n.endswith(_MTP_MARK))
+    names = (spec.name for manifest in sources for spec in manifest.tensors)
+    layers = {name.removesuffix(_MTP_MARK[1:]) for name in names if name.endswith(_MTP_MARK)}
+    unused_layers = tuple(layer for layer in layers if layer + _MTP_MARK[1:] in unused)
+    copies = {layer + end for layer in layers for end in _SHARED_BY_MTP}
     refused = sorted(
         name
         for name in unused
         if not _HARMLESS.search(name)
-        and not name.startswith(layers)
+        and not name.startswith(unused_layers)
+        and name not in copies
         and not any(fnmatchcase(name, pattern) for pattern in allowed)
     )
     if not refused:

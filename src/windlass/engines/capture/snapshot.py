@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import mmap
 import os
-from collections import deque
+from collections import OrderedDict, deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
@@ -111,9 +111,7 @@ class Snapshot:
             case Form.TENSOR:
                 self._tensors.append(_KeptTensor.of(item))
             case Form.DICT | Form.SEQUENCE | Form.SET:
-                for container in (dict, list, set, deque):
-                    if isinstance(item, container):
-                        self._kept.append((_refill, item, container(item)))
+                self._kept += [(_refill, item, kept) for kept in _copies_of(item)]
             case Form.CELL:
                 self._kept.append((_restore_cell, item, [*contents_of(item)]))
             case Form.PARTIAL:
@@ -167,9 +165,30 @@ def _restore_bytes(item: object, kept: np.ndarray[Any, Any]) -> None:
         held[:] = kept
 
 
+def _copies_of(container: Any) -> list[Any]:
+    """Return a list with a copy of a container, or an empty list if the container cannot change."""
+    if isinstance(container, dict):
+        return [dict(_items(container))]
+    return [kind(container) for kind in (list, set, deque) if isinstance(container, kind)]
+
+
 def _members(container: Any) -> tuple[object, ...]:
     """Return the items of a container in their order; of a dict, the keys and then the values."""
-    return (*container, *container.values()) if isinstance(container, dict) else (*container,)
+    if not isinstance(container, dict):
+        return (*container,)
+    held = dict(_items(container))
+    return (*held, *held.values())
+
+
+def _items(container: dict[Any, Any]) -> Iterable[tuple[Any, Any]]:
+    """Return the keys and values of a dict in their order.
+
+    Do not call the dict's own methods: a subclass may load or compute values there, as the tables of transformers'
+    `AutoModel` do.
+    """
+    if isinstance(container, OrderedDict):
+        return OrderedDict.items(container)
+    return dict.items(container)
 
 
 def _restore_slots(item: object, values: dict[MemberDescriptorType, object]) -> None:
@@ -212,7 +231,7 @@ def _holds_values(item: object) -> bool:
     """Return whether an object directly contains a tensor, an array or a float. Such values may depend on weights."""
     held: Iterable[object] = vars(item).values() if type(item).__dictoffset__ else ()
     if isinstance(item, dict):
-        held = (*held, *item.values())
+        held = (*held, *dict.values(item))
     elif isinstance(item, list | tuple | set | deque):
         held = (*held, *item)
     return any(isinstance(value, torch.Tensor | np.ndarray | float) for value in held)
