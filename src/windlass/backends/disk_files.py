@@ -17,19 +17,32 @@ import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, final
 from urllib.parse import quote
 
 import msgspec
+import numpy as np
 import xxhash
 
+from windlass.closing import Closing
 from windlass.errors import DECODE_ERRORS, TransferFailed
 from windlass.files import replacing
 from windlass.layout.box import Box
+from windlass.layout.columns import UInt8Array
 from windlass.layout.dtypes import DType
-from windlass.layout.manifest import Shard, ShardManifest
+from windlass.layout.manifest import Shard, ShardManifest, contiguous_strides
 from windlass.memory.ops import OWN_WORK_S, MemoryOps
-from windlass.memory.packing import bytes_at, copy_cast, is_contiguous, row_major_blocks
+from windlass.memory.packing import (
+    bytes_at,
+    copy_cast,
+    is_contiguous,
+    offset_of,
+    row_major_blocks,
+    split_inner,
+)
+
+if TYPE_CHECKING:
+    import torch
 
 _log = logging.getLogger(__name__)
 BLOCK_NBYTES = 8 << 20
@@ -37,6 +50,12 @@ BLOCK_NBYTES = 8 << 20
 OWNERS_FOLDER = 0o700
 OWNERS_FILE = 0o600
 """Modes of folders and files that only their owner can read."""
+READ_NBYTES = 1 << 20
+"""Maximum size of a block when boxes are read: small enough to stay in cache until it is copied."""
+RUN_NBYTES = 4 << 10
+"""Minimum size of a contiguous run in a file for one system call per run. Shorter runs are read together."""
+_LENGTH_NBYTES = 8
+_DTYPES = {dtype.safetensors_name: dtype for dtype in DType}
 _VERSION_FOLDER = re.compile(r"v(\d{8,})")
 
 
@@ -296,17 +315,13 @@ def read_boxes(
         TransferFailed: a cast overflowed, a file's dtype cannot be cast to the parameter's, or work
             that was queued on the GPU does not end.
     """
-    from safetensors import SafetensorError, safe_open
-
     unreadable: list[str] = []
     with ExitStack() as stack:
-        files: dict[str, Any] = {}
+        files: dict[str, TensorFile] = {}
         for index in indices:
             try:
-                files[index.worker] = stack.enter_context(
-                    safe_open(str(home / index.file), framework="pt")
-                )
-            except (SafetensorError, OSError):
+                files[index.worker] = stack.enter_context(TensorFile(home / index.file))
+            except OSError:
                 unreadable.append(index.worker)
         holders = _holders([index for index in indices if index.worker in files])
         parameters = {p.name: i for i, p in enumerate(manifest.parameters)}
@@ -317,17 +332,20 @@ def read_boxes(
                     common = wanted.intersect(entry.box)
                     if common is None or worker in unreadable:
                         continue
-                    # The call of `_view` is outside the `try` below: its errors come from this rank's memory, so the
-                    # file must not be reported as unreadable.
                     position = parameters[shard.parameter]
                     dtype = manifest.parameters[position].dtype
-                    view = _view(shard, common, addresses[position], dtype, memory)
                     try:
-                        part = _slice(files[worker], entry, common).reshape(view.shape)
-                    except (SafetensorError, OSError, RuntimeError):
+                        view = _view(shard, common, addresses[position], dtype, memory)
+                        if files[worker].fill(entry, common, view):
+                            blocks: Iterable[tuple[Box, Any]] = ()
+                        else:
+                            blocks = files[worker].blocks(entry, common)
+                        for block, part in blocks:
+                            view = _view(shard, block, addresses[position], dtype, memory)
+                            copy_cast(view, part.reshape(view.shape), shard.tensor)
+                    except OSError:
                         unreadable.append(worker)
                         continue
-                    copy_cast(view, part, shard.tensor)
                     todo.remove(wanted)
                     todo.extend(wanted.subtract(common))
     memory.settle(OWN_WORK_S)
@@ -352,7 +370,6 @@ def differing_ties(
         TransferFailed: a file cannot be read.
     """
     import torch
-    from safetensors import SafetensorError, safe_open
 
     holders = _holders(indices)
     files = {index.worker: home / index.file for index in indices}
@@ -366,20 +383,22 @@ def differing_ties(
         for worker, entry in found:
             if (common := shard.box.intersect(entry.box)) is None:
                 continue
-            held = _view(shard, common, addresses[position], dtype, memory)
             try:
-                with safe_open(str(files[worker]), framework="pt") as file:
-                    stored = _slice(file, entry, common).reshape(held.shape)
-            except (SafetensorError, OSError, RuntimeError) as error:
+                with TensorFile(files[worker]) as file:
+                    for block, stored in file.blocks(entry, common):
+                        held = _view(shard, block, addresses[position], dtype, memory)
+                        # Compare bytes, because NaN is not equal to NaN.
+                        sent = stored.reshape(held.shape).to(held.device, held.dtype)
+                        if not torch.equal(
+                            sent.contiguous().view(torch.uint8), held.contiguous().view(torch.uint8)
+                        ):
+                            names = " and ".join(sorted(repr(entry.tensor) for _, entry in found))
+                            return (
+                                f"the engine ties {names}, but the files contain different values; keep them tied in "
+                                "training, or serve the model with tie_word_embeddings=false"
+                            )
+            except OSError as error:
                 raise TransferFailed(f"disk: {files[worker]}: {error}") from error
-            # Compare bytes, because NaN is not equal to NaN.
-            sent = stored.to(held.device, held.dtype).contiguous().view(torch.uint8)
-            if not torch.equal(sent, held.contiguous().view(torch.uint8)):
-                names = " and ".join(sorted(repr(entry.tensor) for _, entry in found))
-                return (
-                    f"the engine ties {names}, but the files contain different values; keep them tied in training, or serve "
-                    "the model with tie_word_embeddings=false"
-                )
     return ""
 
 
@@ -437,21 +456,182 @@ def _offset_in_parameter(shard: Shard, part: Box) -> int:
     )
 
 
-def _slice(file: Any, entry: DiskEntry, part: Box) -> Any:
-    """Read only the box `part` of a checkpoint tensor from `file`. `entry` describes the tensor in this file.
+class _Stored(msgspec.Struct, frozen=True):
+    """Tensor in the header of a safetensors file. `data_offsets` begin after the header."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    data_offsets: tuple[int, int]
+
+
+@final
+class TensorFile(Closing):
+    """Safetensors file that is read with system calls.
+
+    The package safetensors maps the file into memory. If a mapped file is truncated, or a network file system loses it, the
+    next access ends the process with SIGBUS. A system call returns an error instead.
+
+    Attributes:
+        shapes: name of each tensor -> shape.
 
     Raises:
-        TransferFailed: the tensor in the file has another shape than `entry`.
+        OSError: the file cannot be read, or is not a complete safetensors file.
     """
-    if not entry.sizes:
-        return file.get_tensor(entry.key)
-    sliced = file.get_slice(entry.key)
-    shape = tuple(sliced.get_shape())
-    if shape != entry.sizes:
-        raise TransferFailed(f"disk: {entry.key}: shape must be {entry.sizes}, got {shape}")
-    return sliced[
-        tuple(
-            slice(at - start, at - start + size)
-            for at, start, size in zip(part.offsets, entry.offsets, part.sizes, strict=True)
-        )
-    ]
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._file = path.open("rb", buffering=0)
+        try:
+            self._tensors = self._header()
+        except BaseException:
+            self._file.close()
+            raise
+        self.shapes = {name: stored.shape for name, stored in self._tensors.items()}
+
+    def close(self) -> None:
+        """Close the file. Idempotent."""
+        self._file.close()
+
+    def _header(self) -> dict[str, _Stored]:
+        """Return name -> place of each tensor, with offsets in the file."""
+        nbytes = os.fstat(self._file.fileno()).st_size
+        length = bytearray(_LENGTH_NBYTES)
+        self._fill(memoryview(length), 0)
+        begin = _LENGTH_NBYTES + int.from_bytes(length, "little")
+        if begin > nbytes:
+            raise OSError(f"{self._path}: the header must end by byte {nbytes}, got {begin}")
+        header = bytearray(begin - _LENGTH_NBYTES)
+        self._fill(memoryview(header), _LENGTH_NBYTES)
+        try:
+            found = msgspec.json.decode(header, type=dict[str, msgspec.Raw])
+            found.pop("__metadata__", None)
+            tensors = {n: msgspec.json.decode(raw, type=_Stored) for n, raw in found.items()}
+        except DECODE_ERRORS as error:
+            raise OSError(f"{self._path}: the header cannot be decoded: {error}") from error
+        placed: dict[str, _Stored] = {}
+        for name, stored in tensors.items():
+            start, stop = stored.data_offsets
+            dtype = _DTYPES.get(stored.dtype)
+            wanted = stop - start if dtype is None else math.prod(stored.shape) * dtype.itemsize
+            if not 0 <= start <= stop <= nbytes - begin or wanted != stop - start:
+                raise OSError(
+                    f"{self._path}: tensor {name!r} must have {wanted} bytes inside the file, got "
+                    f"{stored.data_offsets} of {nbytes - begin}"
+                )
+            placed[name] = msgspec.structs.replace(
+                stored, data_offsets=(begin + start, begin + stop)
+            )
+        return placed
+
+    def fill(self, entry: DiskEntry, part: Box, target: torch.Tensor) -> bool:
+        """Read a box directly into `target` if this needs no cast and no strides. Return whether this was possible.
+
+        For arguments and errors see `blocks`. `target` has the elements of `part`, in any memory.
+        """
+        import torch
+
+        from windlass.memory.torch_dtypes import torch_dtype
+
+        stored, dtype = self._stored(entry)
+        is_plain = target.device.type == "cpu" and target.is_contiguous()
+        if not is_plain or target.dtype != torch_dtype(dtype):
+            return False
+        raw = target.view(-1).view(torch.uint8).numpy()
+        strides = contiguous_strides(stored.shape, dtype.itemsize)
+        place = stored.data_offsets[0] + _within(part.offsets, entry, strides)
+        self._read(raw, place, part.sizes, strides, dtype.itemsize)
+        return True
+
+    def blocks(self, entry: DiskEntry, part: Box) -> Iterator[tuple[Box, torch.Tensor]]:
+        """Yield a box of a checkpoint tensor in blocks, each with its elements as a tensor in host memory.
+
+        The next block overwrites this tensor.
+
+        Args:
+            entry: the file's tensor that contains the box.
+            part: the box, in the checkpoint tensor.
+
+        Raises:
+            OSError: the file cannot be read, or has no such tensor.
+            TransferFailed: the tensor in the file has another shape than `entry`, or an unknown dtype.
+        """
+        import torch
+
+        from windlass.memory.torch_dtypes import torch_dtype
+
+        stored, dtype = self._stored(entry)
+        strides = contiguous_strides(stored.shape, dtype.itemsize)
+        numel = min(READ_NBYTES // dtype.itemsize, part.numel)
+        scratch = torch.empty(numel, dtype=torch_dtype(dtype))
+        raw = scratch.view(torch.uint8).numpy()
+        for start, sizes in row_major_blocks(part.sizes, numel):
+            offsets = tuple(at + step for at, step in zip(part.offsets, start, strict=True))
+            place = stored.data_offsets[0] + _within(offsets, entry, strides)
+            nbytes = math.prod(sizes) * dtype.itemsize
+            self._read(raw[:nbytes], place, sizes, strides, dtype.itemsize)
+            yield Box(offsets, sizes), scratch[: math.prod(sizes)].view(sizes)
+
+    def _stored(self, entry: DiskEntry) -> tuple[_Stored, DType]:
+        """Return the place and the dtype of a tensor of the file. For errors see `blocks`."""
+        stored = self._tensors.get(entry.key)
+        if stored is None:
+            raise OSError(f"{self._path}: has no tensor {entry.key!r}")
+        if stored.shape != entry.sizes:
+            raise TransferFailed(
+                f"disk: {entry.key}: shape must be {entry.sizes}, got {stored.shape}"
+            )
+        if (dtype := _DTYPES.get(stored.dtype)) is None:
+            raise TransferFailed(
+                f"disk: {entry.key}: dtype must be one of {list(_DTYPES)}, got {stored.dtype}"
+            )
+        return stored, dtype
+
+    def _read(
+        self,
+        target: UInt8Array,
+        place: int,
+        sizes: tuple[int, ...],
+        strides: tuple[int, ...],
+        itemsize: int,
+    ) -> None:
+        """Read a box into `target`, in row-major order. Its first element is at byte `place` of the file."""
+        outer, run = split_inner(sizes, strides, itemsize)
+        if outer == 0:
+            self._fill(target.data, place)
+            return
+        count, stride = sizes[outer - 1], strides[outer - 1]
+        # Short runs are read together with the bytes between them.
+        together = max(READ_NBYTES // stride, 1) if run < RUN_NBYTES else 1
+        between = np.empty((min(together, count) - 1) * stride + run, np.uint8)
+        at = 0
+        for index in np.ndindex(sizes[: outer - 1]):
+            line = place + offset_of(index, strides)
+            for row in range(0, count, together):
+                num_rows = min(together, count - row)
+                runs = target[at : at + num_rows * run]
+                at += num_rows * run
+                if num_rows == 1:
+                    self._fill(runs.data, line + row * stride)
+                    continue
+                read, shape = between[: (num_rows - 1) * stride + run], (num_rows, run)
+                self._fill(read.data, line + row * stride)
+                runs.reshape(shape)[:] = np.lib.stride_tricks.as_strided(read, shape, (stride, 1))
+
+    def _fill(self, target: memoryview, place: int) -> None:
+        """Read bytes from `place` on until `target` is full.
+
+        Raises:
+            OSError: the file cannot be read, or ends before.
+        """
+        done = 0
+        while done < len(target):
+            count = os.preadv(self._file.fileno(), [target[done:]], place + done)
+            if count == 0:
+                raise OSError(f"{self._path}: the file must have more than {place + done} bytes")
+            done += count
+
+
+def _within(offsets: Sequence[int], entry: DiskEntry, strides: Sequence[int]) -> int:
+    """Return the byte offset, in the file's tensor, of the element at `offsets` of the checkpoint tensor."""
+    places = zip(offsets, entry.offsets, strict=True)
+    return offset_of(tuple(at - first for at, first in places), strides)

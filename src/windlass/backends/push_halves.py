@@ -8,13 +8,19 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, final
+from typing import TYPE_CHECKING, final
 
 import msgspec
 import xxhash
 
 from windlass.backends.collective_group import Rendezvous, TorchBroadcastGroup, join_group
-from windlass.backends.disk_files import DiskEntry, DiskIndex, differing_ties, read_boxes
+from windlass.backends.disk_files import (
+    DiskEntry,
+    DiskIndex,
+    TensorFile,
+    differing_ties,
+    read_boxes,
+)
 from windlass.checkpoint_files import ADAPTER, checkpoint_files, require_file
 from windlass.config import CollectiveFabric, UpdateMode
 from windlass.control.messages import BeginDriven, Command, Result
@@ -448,16 +454,14 @@ def _index_of(path: Path, home: Path) -> DiskIndex:
         ConfigError: the path does not exist, or is not a file.
         TransferFailed: the file cannot be read.
     """
-    from safetensors import SafetensorError, safe_open
-
     require_file(path)
     try:
-        with safe_open(str(path), framework="pt") as file:
-            shapes: dict[str, Any] = {key: file.get_slice(key).get_shape() for key in file.keys()}  # noqa: SIM118
-    except (SafetensorError, OSError) as error:
+        with TensorFile(path) as file:
+            shapes = file.shapes
+    except OSError as error:
         raise TransferFailed(f"disk: {path}: {error}") from error
     entries = tuple(
-        DiskEntry(name, name, (0,) * len(shape), tuple(shape)) for name, shape in shapes.items()
+        DiskEntry(name, name, (0,) * len(shape), shape) for name, shape in shapes.items()
     )
     name = str(path.relative_to(home))
     return DiskIndex(-1, name, name, path.stat().st_size, "", entries, {})
