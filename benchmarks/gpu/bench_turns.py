@@ -18,6 +18,7 @@ import multiprocessing as mp
 import sys
 import threading
 import time
+from contextlib import AbstractContextManager, nullcontext
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, Protocol, final
@@ -168,6 +169,10 @@ class Engine:
         self.caches_nbytes = 0
         self.wake_s, self.resumed_nbytes = 0.0, 0
         self.resumed = threading.Event()
+
+    def stays_awake(self) -> AbstractContextManager[None]:
+        """Do nothing: this process sends no weights to other engines."""
+        return nullcontext()
 
     def round_ended(self) -> None:
         """Do nothing: this process sleeps between rounds only."""

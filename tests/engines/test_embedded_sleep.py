@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import threading
 import urllib.error
 import urllib.request
 from collections.abc import AsyncIterator, Callable
@@ -23,11 +24,18 @@ from weight_fleet import TOKEN
 import windlass
 from windlass import UpdateReport
 from windlass.config import ControlConfig, PauseMode, PhaseDeadlines, Reaction
-from windlass.engines.embedded.sleep import SleepingWeights
+from windlass.control.engine_agent import EngineAgent
+from windlass.control.messages import Prepare
+from windlass.engines.embedded.sleep import SleepingHooks, SleepingWeights
 from windlass.errors import RoundAborted, UnsupportedLayout
 from windlass.layout.manifest import ManifestBuilder, Role
+from windlass.testing.resting_engine import RestingEngine
 from windlass.trainers.client import TrainerClient
 from windlass.transfer.arena import Arena
+from windlass.transfer.base import ParameterMemory
+from windlass.transfer.dtensor import describe_module
+from windlass.transfer.receiver import Receiver
+from windlass.transfer.sender import Sender
 from windlass.transports.pull import PullTransport
 
 DEADLINE_S = 150.0
@@ -521,3 +529,32 @@ def test_weights_that_wake_at_other_addresses_are_refused(
             UnsupportedLayout, match=f"wake: {rule}, got {text} parameters at them;"
         ):
             weights.wake()
+
+
+def test_weights_stay_in_memory_while_the_engine_sends_them() -> None:
+    """A framework asks the engine to sleep while another engine catches up from it."""
+    model, waited = torch.nn.Linear(8, 8, bias=False), list[bool]()
+    manifest = describe_module(model, "a/0", Role.ENGINE)
+    with closing(PullTransport()) as transport, Arena(transport, 4096) as arena:
+        memory = [ParameterMemory(arena.address, manifest.parameters[0].nbytes)]
+        addresses, regions = [arena.address], [arena.region]
+        weights = SleepingWeights(arena, manifest, addresses, lambda: addresses, may_sleep=True)
+        falling_asleep = threading.Thread(target=weights.sleep)
+
+        def read() -> list[ParameterMemory]:
+            falling_asleep.start()
+            falling_asleep.join(0.3)
+            waited.append(falling_asleep.is_alive() and not weights.is_empty)
+            return memory
+
+        receiver = Receiver(transport, manifest, addresses, regions)
+        hooks = SleepingHooks(RestingEngine(), weights, None)
+        sender = Sender(transport, manifest, read, registered=regions)
+        agent = EngineAgent(receiver, hooks, sender, sleeper=hooks)
+        agent.served_version = 3
+        with closing(sender), closing(receiver), closing(agent):
+            agent.handle(Prepare(3), epoch=1, round_number=1)
+            falling_asleep.join(DEADLINE_S)
+            assert (waited, weights.is_empty) == ([True], True)
+            with pytest.raises(RoundAborted, match="version 3 cannot be sent"):
+                agent.handle(Prepare(3), epoch=1, round_number=2)

@@ -191,7 +191,8 @@ async def test_a_connected_rank_does_not_change_its_controller(rank: Rank) -> No
         await asyncio.to_thread(rank.join, controller.url)
         began_s = time.monotonic()
         # The capture refuses. So no rank of an engine has left its fleet when another rank refuses.
-        with pytest.raises(ProtocolError, match="must be stopped before"):
+        named = f"engine [^ ]+: its controller {controller.url} must be stopped before"
+        with pytest.raises(ProtocolError, match=named):
             await asyncio.to_thread(rank.capture, other.url)
         assert time.monotonic() - began_s < 10, (
             "the engine's main loop generates no tokens meanwhile"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 
 import pytest
 import torch
@@ -34,6 +34,10 @@ class Sleeps:
 
     def sleep(self, mode: PauseMode, deadline_s: float) -> None:
         """Do nothing: the rank sleeps already."""
+
+    def stays_awake(self) -> AbstractContextManager[None]:
+        """Do nothing: the rank sends no weights."""
+        return nullcontext()
 
     def round_ended(self) -> None:
         """Do nothing: no framework makes the rank sleep."""

@@ -6,6 +6,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Collection
+from contextlib import AbstractContextManager, nullcontext
 from typing import Protocol, final
 
 import msgspec
@@ -113,6 +114,10 @@ class Sleeper(Protocol):
 
     def sleep(self, mode: PauseMode, deadline_s: float) -> None:
         """Pause the rank, and free its weights and its caches. Arguments and errors as in `EngineHooks.pause`."""
+        ...
+
+    def stays_awake(self) -> AbstractContextManager[None]:
+        """Return a context manager that keeps the rank from falling asleep in its `with` block, and waits while it does so."""
         ...
 
     def round_ended(self) -> None:
@@ -349,11 +354,13 @@ class EngineAgent:
         """
         if self._source is None:
             raise ProtocolError(f"this engine cannot carry out {type(command).__name__}")
-        if not isinstance(command, ConnectTrainer):
-            self._check_serves(command.version)
-        result = self._source.handle(
-            command, epoch=self._round_id.epoch, round_number=self._round_id.round
-        )
+        # A sender that reads freed memory would send zeros, and their digests would agree.
+        with nullcontext() if self._sleeper is None else self._sleeper.stays_awake():
+            if not isinstance(command, ConnectTrainer):
+                self._check_serves(command.version)
+            result = self._source.handle(
+                command, epoch=self._round_id.epoch, round_number=self._round_id.round
+            )
         return Done(self._not_resumed) if isinstance(result, Done) else result
 
     def _check_serves(self, version: int) -> None:

@@ -11,6 +11,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Collection
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from typing import Protocol, final
 
@@ -171,6 +172,10 @@ class RankHooks:
         if self._sleep.missed:
             raise UnsupportedLayout(self._sleep.missed)
         captured.check_places()
+
+    def stays_awake(self) -> AbstractContextManager[None]:
+        """Do nothing: an engine that can sleep sends no weights (`EngineClient.can_send`); see `Sleeper.stays_awake`."""
+        return nullcontext()
 
     def round_ended(self) -> None:
         """Record that no round runs, so that the rank may sleep again; see `Sleeper.round_ended`."""
@@ -535,15 +540,16 @@ class EngineRank:
             return
         if not self._client.wait_disconnected(deadline_s):
             raise ProtocolError(
-                "leave: the engine's controller must be stopped before the engine joins another fleet, but after "
-                f"{deadline_s} s the engine is still connected or has not resumed since the connection was lost; stop the "
-                "controller, and try again"
+                f"engine {self.settings.name}: its controller {self._controller} must be stopped before the engine joins another "
+                f"fleet, but after {deadline_s:g} s a rank is still connected to it, or has not resumed since the connection was "
+                "lost; stop this controller, and try again"
             )
         # Mixed weights do no harm if they are lost: the next fleet fills all of them before the engine serves.
         if self._client.agent.mixed_weights and not self.sleep.is_lost:
             raise ProtocolError(
-                "leave: the weights of this rank may be of two versions; start the previous controller again and publish "
-                "a version, or restart the engine"
+                f"engine {self.settings.name}: its weights must be of one version before it joins another fleet, but they may be "
+                f"of two versions, because an update of the controller {self._controller} did not complete; start this controller again "
+                "and publish a version, or restart the engine"
             )
 
     def _require_same(self, settings: AgentSettings) -> None:

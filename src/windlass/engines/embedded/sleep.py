@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import ctypes
 import threading
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from typing import final
 
 from windlass.config import PauseMode
@@ -55,6 +56,8 @@ class SleepingWeights:
         # (address, bytes) of each parameter with a tensor that no update fills.
         self._saved: list[tuple[int, bytes]] = []
         self.is_empty = False
+        # Held while the memory is freed, or while a sender reads it.
+        self._awake = threading.Lock()
 
     def sleep(self, kept: Collection[str] = ()) -> None:
         """Free the memory, and record that the values are lost. Idempotent.
@@ -62,18 +65,25 @@ class SleepingWeights:
         Args:
             kept: names of tensors that no update fills. They are saved for `wake`.
         """
-        self.is_empty = True
-        if not self._memory.is_asleep:
-            manifest = self._manifest
-            indices = {index for name, index in manifest.rows() if name in kept}
-            self._saved = [
-                (
-                    self._addresses[i],
-                    ctypes.string_at(self._addresses[i], manifest.parameters[i].nbytes),
-                )
-                for i in sorted(indices)
-            ]
-        self._memory.sleep()
+        with self._awake:
+            self.is_empty = True
+            if not self._memory.is_asleep:
+                manifest = self._manifest
+                indices = {index for name, index in manifest.rows() if name in kept}
+                self._saved = [
+                    (
+                        self._addresses[i],
+                        ctypes.string_at(self._addresses[i], manifest.parameters[i].nbytes),
+                    )
+                    for i in sorted(indices)
+                ]
+            self._memory.sleep()
+
+    @contextmanager
+    def stays_awake(self) -> Iterator[None]:
+        """Keep the memory in the `with` block: `sleep` waits until the block ends. Wait first while `sleep` runs."""
+        with self._awake:
+            yield
 
     def wake(self) -> None:
         """Allocate the memory again, restore the saved tensors, and check that every parameter has its old address. Idempotent.
@@ -158,6 +168,10 @@ class SleepingHooks:
                 raise ProtocolError("sleep: an update runs; ask again after its end")
             if self._pause_and_sleep is not None:
                 self._pause_and_sleep(mode, deadline_s)
+
+    def stays_awake(self) -> AbstractContextManager[None]:
+        """Keep the rank awake while it sends its weights; see `Sleeper.stays_awake`."""
+        return self._weights.stays_awake()
 
     def round_ended(self) -> None:
         """Record that no round runs, so that the rank may sleep again; see `Sleeper.round_ended`."""
