@@ -202,6 +202,33 @@ def test_a_client_that_cannot_start_threads_fails_when_it_connects(
         peer.connect(WITHIN_S)
 
 
+class Failing(Peer):
+    """Peer whose own code raises, before or after the welcome."""
+
+    def __init__(self, url: str, *, welcomed: bool) -> None:
+        super().__init__(url, keeps_calls=False)
+        self._raises_late = welcomed
+
+    def hello(self) -> Greeting:
+        if not self._raises_late:
+            raise RuntimeError("reason of the peer's own code")
+        return super().hello()
+
+    def on_frame(self, frame: Welcome) -> None:
+        raise RuntimeError("reason of the peer's own code")
+
+
+@pytest.mark.parametrize("welcomed", [False, True])
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+async def test_a_client_whose_own_code_raises_ends_with_its_reason(*, welcomed: bool) -> None:
+    async with served(keeps_calls=False) as server:
+        peer = Failing(server.server.url, welcomed=welcomed)
+        with pytest.raises(RuntimeError, match="reason of the peer's own code"):
+            await asyncio.to_thread(peer.connect, WITHIN_S)
+        with pytest.raises(RuntimeError, match="reason of the peer's own code"):
+            peer.ended.result(WITHIN_S)
+
+
 @pytest.mark.parametrize("is_deflated", [True, False])
 async def test_a_server_refuses_compression_and_large_messages(is_deflated: bool) -> None:
     async with served(keeps_calls=False) as server, open_http(TOKEN, to_controller=True) as http:

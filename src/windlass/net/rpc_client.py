@@ -234,6 +234,10 @@ class Client(Callee[CommandT, ResultT], Closing, Generic[CommandT, ResultT, Fram
         """
         try:
             await self._stay_connected()
+        # For example, `hello` or `on_frame` raised. A caller that waits for the session needs this reason.
+        except Exception as error:
+            self._end(error)
+            raise
         finally:
             self._end(PeerUnreachable("the control channel is closed"))
 
