@@ -1,6 +1,6 @@
 """Run `make test` and the suites of every run, then parts of the other suites while time is left.
 
-All suites together take over three hours on two cores, and CI has one hour. So the other suites are cut into parts of
+All suites together take over two hours on two cores, and CI has one hour. So the other suites are cut into parts of
 a few minutes (`pytest-split`) and form a ring. Each run starts three suites later in the ring than the run of the hour
 before it, so every suite gets its turn in three runs, with its next part. A part starts only if it should end in time:
 its expected time is multiplied by the slowness of this machine, which `make test` shows. A part that exceeds the time
@@ -47,9 +47,9 @@ class Suite:
         return self.set_up_minutes + self.minutes / self.num_parts
 
 
+# `make test-truth` is not in the ring: each of its tests is also in test-engines, test-integrations, test-megatron or test.
 RING = {
     "test-megatron": Suite(15, 3, 1),
-    "test-truth": Suite(70, 14, 3),
     "test-hosts": Suite(17, 3, 3),
     "test-rollouts": Suite(16, 3),
     "test-long": Suite(24, 5),
@@ -68,12 +68,17 @@ def order_at(time_s: float) -> Sequence[str]:
 
 
 def part_at(target: str, time_s: float) -> tuple[str, ...]:
-    """Return the arguments of make for the part of a suite whose turn it is."""
+    """Return the arguments of make for the part of a suite whose turn it is.
+
+    Place the suites one after the other on an endless line of turns. A run takes the next `PLACES_PER_PERIOD` places, and
+    a suite's next place tells how many turns the suite has had.
+    """
     num_parts = RING[target].num_parts
     if num_parts == 1:
         return ()
-    num_turns = int(time_s // PERIOD_S) * PLACES_PER_PERIOD // len(RING)
-    return (f"ARGS=--splits {num_parts} --group {num_turns % num_parts + 1}",)
+    place = int(time_s // PERIOD_S) * PLACES_PER_PERIOD
+    ahead = order_at(time_s).index(target)
+    return (f"ARGS=--splits {num_parts} --group {(place + ahead) // len(RING) % num_parts + 1}",)
 
 
 def run(words: Sequence[str], deadline: float) -> tuple[int | None, float]:
