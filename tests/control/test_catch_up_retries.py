@@ -31,6 +31,7 @@ from windlass.control.messages import (
 from windlass.control.recovery import MAX_ATTEMPTS
 from windlass.control.round_state import Phase
 from windlass.control.session import AgentSession
+from windlass.errors import PeerTimeout
 from windlass.layout.box import Box
 from windlass.layout.dtypes import DType
 from windlass.layout.manifest import ManifestBuilder, Role
@@ -276,12 +277,20 @@ def test_catch_up_attempts_back_off_and_end(mode: UpdateMode) -> None:
         begin_s = rig.writes[0][0]
         assert rig.since(begin_s) == [(after_s, "a") for after_s in BACKOFFS_S]
         assert len(BACKOFFS_S) == MAX_ATTEMPTS
+        reasons = {state.name: state.reason for state in rig.coordinator.fleet.states()}
+        assert "its catch-up failed: " in reasons["c"]
+        assert not reasons["a"]
+        with pytest.raises(
+            PeerTimeout, match=r"engines without this version: c \(.*its catch-up failed: "
+        ):
+            await rig.coordinator.members.wait_for_version(VERSION, engines=["c"], deadline_s=1.0)
         # A process that connects again starts with a full set of attempts.
         rig.on_write = lambda _donor: LinkStatus.OK
         await rig.leave(newcomer, ended=True)
         await rig.join("c", served=-1)
         await asyncio.sleep(0.5)
         assert rig.routable == {"a", "c"}
+        assert not any(state.reason for state in rig.coordinator.fleet.states())
 
     with simulated(mode) as rig:
         rig.loop.run_until_complete(scenario(rig))

@@ -268,6 +268,31 @@ async def test_catch_up_copies_kept_tensors_that_earlier_trainers_have_written()
         await check_newcomer(stack, controller, donor, whole)
 
 
+async def test_status_names_tensors_with_old_values_after_an_update_without_a_catch_up() -> None:
+    """The first engine cannot send its weights, so the second engine cannot catch up from it."""
+    whole, text = Whole(), Text()
+    async with windlass.Controller(token=TOKEN) as controller, AsyncExitStack() as stack:
+
+        async def joined(name: str) -> None:
+            block = flat_engine(controller.url, TOKEN, served(text), name=name, can_send=False)
+            await stack.enter_async_context(entered(block))
+
+        await joined("first")
+        async with entered(
+            await asyncio.to_thread(trainer_of, whole, controller.url, *TOWER)
+        ) as trainer:
+            await asyncio.to_thread(trainer.publish, 0, deadline_s=20)
+        await joined("second")
+        trainer = await stack.enter_async_context(
+            entered(await asyncio.to_thread(trainer_of, text, controller.url, *TOWER))
+        )
+        await asyncio.to_thread(trainer.publish, 1, deadline_s=20)
+        reasons = {state.name: state.reason for state in controller.coordinator.fleet.states()}
+        assert reasons["first"] == ""
+        assert "it may have old values of " in reasons["second"]
+        assert "3 of 'visual.blocks.*.weight'" in reasons["second"]
+
+
 async def test_update_by_trainers_of_a_part_follows_a_catch_up(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

@@ -26,6 +26,7 @@ def flat_engine(
     name: str = "engine",
     aliases: Mapping[str, str] = {},
     served_at: str = "",
+    can_send: bool = True,
 ) -> Iterator[dict[str, torch.Tensor]]:
     """Connect an engine and yield its tensors, all ones at first.
 
@@ -36,6 +37,7 @@ def flat_engine(
         name: name of the engine.
         aliases: second name -> name.
         served_at: URL of the engine's HTTP server.
+        can_send: whether other engines can catch up from this engine.
     """
     held = {key: torch.ones_like(tensor).contiguous() for key, tensor in like.items()}
     builder = ManifestBuilder(f"{name}/0", Role.ENGINE)
@@ -55,6 +57,7 @@ def flat_engine(
         hooks=RestingEngine(),
         controller=url,
         token=token,
+        can_send=can_send,
         url=served_at,
     )
     try:

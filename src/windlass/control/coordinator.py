@@ -302,12 +302,8 @@ class Coordinator:
             await self.catch_ups.bring_up()
             binding = await self.connector.until_enough()
             for name, kept in self.fleet.must_catch_up(binding).items():
-                _log.warning(
-                    "engine %s may have old values of %s: no trainer has these tensors, an earlier version changed them "
-                    "in other engines, and no copy from such an engine to this engine succeeded",
-                    name,
-                    said(kept),
-                )
+                text = self.fleet.note_old_tensors(name, said(kept))
+                _log.warning("engine %s: %s", name, text)
         check_same_ranks(announced, binding)
         costs = self.connector.pop_costs()
         spec = self.rounds.spec_of(version, self.run.lineage, binding, is_new=True)

@@ -109,6 +109,9 @@ class Group:
         lineage: lineage of the run that `version` belongs to.
         status: state of the engine; only `move` changes it.
         reason: cause of the state; empty if no fault is known.
+        catch_up: reason why the last catch-up of the engine failed; empty once the engine has published a version.
+        old_tensors: text about tensors with values of an earlier version, which no trainer sends; empty for none. Only a
+            catch-up or a new process ends this.
     """
 
     name: str
@@ -119,6 +122,8 @@ class Group:
     lineage: str = ""
     status: EngineStatus = EngineStatus.GONE
     reason: str = ""
+    catch_up: str = ""
+    old_tensors: str = ""
 
     def move(self, status: EngineStatus, reason: str = "") -> None:
         """Set the state of the engine and its reason. Log the reason if it has changed.
@@ -754,10 +759,39 @@ class Fleet:
                 g.url,
                 self._version_of(g),
                 g.status,
-                printable(g.reason or self._held_up(g)),
+                printable(self._reason_of(g)),
             )
             for g in self.engines()
         )
+
+    def _reason_of(self, engine: Group) -> str:
+        """Return all that is known about why an engine is in its state, or serves some values of an earlier version."""
+        texts = (engine.reason or self._held_up(engine), engine.catch_up, engine.old_tensors)
+        return "; ".join(filter(None, texts))
+
+    def note_catch_up_failed(self, name: str, reason: str) -> None:
+        """Store the reason why a catch-up of an engine failed; do nothing for a group that is no engine."""
+        group = self._groups.get(name)
+        if group is not None and group.role is Role.ENGINE:
+            group.catch_up = f"its catch-up failed: {reason}"
+
+    def note_old_tensors(self, name: str, tensors: str) -> str:
+        """Store that an engine may have old values of some tensors, and return the text that the status shows.
+
+        Args:
+            name: the engine.
+            tensors: names of the tensors; empty after a catch-up, which has copied the present values.
+        """
+        engine = self._groups.get(name)
+        if engine is None:
+            return ""
+        engine.old_tensors = (
+            f"it may have old values of {tensors}: no trainer has these tensors, an earlier version changed them in other "
+            "engines, and no copy from such an engine to this engine succeeded"
+            if tensors
+            else ""
+        )
+        return "; ".join(filter(None, (engine.old_tensors, engine.catch_up)))
 
     def _held_up(self, engine: Group) -> str:
         """Return a text that names the sources that have not answered a command to write to this engine.
@@ -851,7 +885,7 @@ class Fleet:
             now, reason = group.status, finish.report.left_out.get(name, "")
             if outcome is EngineOutcome.PUBLISHED:
                 group.version, group.lineage = finish.report.version, lineage
-                now = EngineStatus.WAITING
+                now, group.catch_up = EngineStatus.WAITING, ""
                 for agent in group.agents.values():
                     agent.num_late = 0
                     kept = binding.stays.get(name, frozenset())

@@ -159,6 +159,11 @@ class Members:
         def behind() -> list[str]:
             return sorted(set(engines) - {engine.name for engine in fleet.routable()})
 
+        def described() -> str:
+            reasons = {state.name: state.reason for state in fleet.states()}
+            texts = (f"{name} ({why})" if (why := reasons.get(name)) else name for name in behind())
+            return ", ".join(texts) or "none"
+
         def served() -> bool:
             if fleet.published >= version and not behind():
                 return True
@@ -173,7 +178,7 @@ class Members:
             lambda: (
                 f"wait_for_version: version {version} must be published, and all of `engines` must serve the published "
                 f"version, within {deadline_s} s; the published version is {fleet.published}; engines without this version: "
-                f"{', '.join(behind()) or 'none'}"
+                f"{described()}"
             ),
         )
 

@@ -304,6 +304,7 @@ class CatchUps:
             return
         if report.outcome is RoundOutcome.PUBLISHED:
             _log.info("%s caught up from %s", newcomer.name, donor.name)
+            self._fleet.note_old_tensors(newcomer.name, "")
             self._attempts.pop(newcomer.name, None)
         else:
             self._failed(newcomer.name, attempts, donor_identities, report.reason)
@@ -354,6 +355,8 @@ class CatchUps:
         After `MAX_ATTEMPTS` failures, log a warning and start no task.
         """
         attempts.failures[donor] += 1
+        self._fleet.note_catch_up_failed(name, reason)
+        self._changes.notify()
         num_failed = attempts.failures.total()
         delay_s = BACKOFF.after(num_failed)
         attempts.due_s = asyncio.get_running_loop().time() + delay_s
