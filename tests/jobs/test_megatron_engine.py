@@ -212,9 +212,13 @@ async def test_biases_of_routers_stay_in_float32(tmp_path: Path) -> None:
         assert places[0] == places[1]
 
 
-async def test_sgd_continues_from_a_checkpoint(tmp_path: Path) -> None:
+@pytest.mark.parametrize("layout", [{"optimizer": "sgd"}, {"frozen": "layers.0."}])
+async def test_training_continues_from_a_checkpoint(
+    tmp_path: Path, layout: Mapping[str, Any]
+) -> None:
+    """Megatron has no function that creates SGD's states, and would stack layers with and without states of the optimizer."""
     Alone(DENSE, tmp_path)
-    async with two_ranks(tmp_path, {"optimizer": "sgd"}) as (trainers, url):
+    async with two_ranks(tmp_path, layout) as (trainers, url):
         await trainers.train_step(0, groups_of(0), deadline_s=DEADLINE_S)
         await trainers.save(str(tmp_path / "saved"), deadline_s=DEADLINE_S)
         expected = [

@@ -39,7 +39,7 @@ def main(folder: Path, layout: dict[str, Any]) -> None:
     new_rate = folder / "new_rate"
     if new_rate.exists():
         rate = float(new_rate.read_text())
-    routers = layout.pop("routers", {})
+    routers, frozen = layout.pop("routers", {}), layout.pop("frozen", None)
     case = Case("engine", spec, config=config, dtype=dtype, **layout)
     checkpoint = load_file(folder / "model.safetensors")
 
@@ -47,6 +47,8 @@ def main(folder: Path, layout: dict[str, Any]) -> None:
         made = build_chunk(case, config, stage)
         assert (vars(made)["pre_process"], vars(made)["post_process"]) == (first, last)
         fill(made, checkpoint)
+        for name, parameter in made.named_parameters():
+            parameter.requires_grad_(frozen is None or frozen not in name)
         return made
 
     def forward(model: torch.nn.Module, groups: Any) -> Any:

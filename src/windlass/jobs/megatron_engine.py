@@ -149,6 +149,7 @@ class MegatronEngine(TrainEngine):
         self._optimizer: MegatronOptimizer | None = None
         self._lr_schedule: OptimizerParamScheduler | None = None
         self._num_steps = 0
+        self._is_frozen = False
         self._client: TrainerClient | None = None
         self._on_cpu = ExitStack()
 
@@ -195,6 +196,7 @@ class MegatronEngine(TrainEngine):
             # Megatron (0.16.1) calls this function before it loads a checkpoint, but has none for SGD.
             for each in self._single_optimizers():
                 each.init_state_fn = _add_momentum
+        self._is_frozen = self._freezes_on_any_rank()
         config.grad_scale_func = self._optimizer.scale_loss
         config.finalize_model_grads_func = finalize_model_grads
         # Reduce gradients in the last micro-batch only.
@@ -222,6 +224,13 @@ class MegatronEngine(TrainEngine):
             int(parallel_state.get_data_parallel_rank()),
             int(parallel_state.get_data_parallel_world_size()),
         )
+
+    def _freezes_on_any_rank(self) -> bool:
+        """Return whether a rank has parameters that are not trained. Collective over all ranks."""
+        parameters = [p for chunk in self._chunks for p in chunk.parameters()]
+        found = torch.tensor(int(not all(p.requires_grad for p in parameters)), device=self._device)
+        dist.all_reduce(found, dist.ReduceOp.MAX)
+        return bool(found)
 
     def _stages(self) -> Sequence[int | None]:
         """Return the numbers of this rank's virtual pipeline stages, or one None if there are no virtual stages."""
@@ -422,7 +431,11 @@ class MegatronEngine(TrainEngine):
     def _state(self, *, is_loading: bool) -> dict[str, Any]:
         """Return the sharded state to save; with `is_loading`, return a description of the state to load. Collective."""
         sharding = {"distrib_optim_sharding_type": "dp_reshardable"}
-        state: dict[str, Any] = {name: model.sharded_state_dict() for name, model in self._models()}
+        # By default, Megatron stacks the layers' tensors in a checkpoint. But frozen layers have no state of the optimizer.
+        apart = {"non_homogeneous_layers": True} if self._is_frozen else None
+        state: dict[str, Any] = {
+            name: model.sharded_state_dict(metadata=apart) for name, model in self._models()
+        }
         optimizer = self._existing_optimizer().sharded_state_dict(
             dict(state),
             is_loading=is_loading,
