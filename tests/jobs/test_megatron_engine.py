@@ -212,7 +212,11 @@ async def test_biases_of_routers_stay_in_float32(tmp_path: Path) -> None:
         assert places[0] == places[1]
 
 
-@pytest.mark.parametrize("layout", [{"optimizer": "sgd"}, {"frozen": "layers.0."}])
+@pytest.mark.parametrize(
+    "layout",
+    [{"optimizer": "sgd"}, {"frozen": "layers.0."}, {"pp": 2, "frozen": "first stage"}],
+    ids=["sgd", "frozen_layer", "frozen_stage"],
+)
 async def test_training_continues_from_a_checkpoint(
     tmp_path: Path, layout: Mapping[str, Any]
 ) -> None:

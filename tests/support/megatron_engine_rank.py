@@ -48,7 +48,8 @@ def main(folder: Path, layout: dict[str, Any]) -> None:
         assert (vars(made)["pre_process"], vars(made)["post_process"]) == (first, last)
         fill(made, checkpoint)
         for name, parameter in made.named_parameters():
-            parameter.requires_grad_(frozen is None or frozen not in name)
+            is_frozen = first if frozen == "first stage" else frozen is not None and frozen in name
+            parameter.requires_grad_(not is_frozen)
         return made
 
     def forward(model: torch.nn.Module, groups: Any) -> Any:

@@ -397,6 +397,8 @@ class MegatronEngine(TrainEngine):
         found = dist_checkpointing.load(self._state(is_loading=True), path)
         for name, model in self._models():
             model.load_state_dict(found[name])
+        if self._counts_steps():
+            _add_steps(found["optimizer"], found["num_steps"])
         optimizer.load_state_dict(found["optimizer"])
         for group, settings in zip(optimizer.param_groups, kept, strict=True):
             group.update(settings)
@@ -414,12 +416,16 @@ class MegatronEngine(TrainEngine):
         Megatron's distributed optimizer (0.16.1) can only load into existing states. After loading, all parameters share
         one counter tensor, which each step would increase once per parameter. So `load` then calls this again.
         """
-        if not USING_PYTORCH_OPTIMIZER or self._options.optimizer != "adam":
+        if not self._counts_steps():
             return
         for each in self._single_optimizers():
             each.init_state_fn(each.optimizer, each.config)
             for state in each.optimizer.state.values():
                 state["step"] = torch.tensor(float(self._num_steps))
+
+    def _counts_steps(self) -> bool:
+        """Return whether the optimizer is torch's Adam, which has a step counter per parameter."""
+        return bool(USING_PYTORCH_OPTIMIZER) and self._options.optimizer == "adam"
 
     def _single_optimizers(self) -> Sequence[Any]:
         """Return the optimizers that Megatron has chained, or the only one."""
@@ -469,6 +475,20 @@ class MegatronEngine(TrainEngine):
             parallel_state.destroy_model_parallel()
             dist.destroy_process_group()
         self._on_cpu.close()
+
+
+def _add_steps(state: object, num_steps: int) -> None:
+    """Add the number of steps to loaded states of optimizers, where it is missing.
+
+    Rank 0 saves this number for all ranks. It does not if its pipeline stage has no trained parameters.
+    """
+    if not isinstance(state, dict):
+        return
+    if "param_groups" in state and state.get("state"):
+        state["state"].setdefault("common_step", torch.tensor(float(num_steps)))
+        return
+    for each in state.values():
+        _add_steps(each, num_steps)
 
 
 def _add_momentum(optimizer: torch.optim.Optimizer, _: OptimizerConfig) -> None:
