@@ -202,15 +202,17 @@ class Controller:
 
         Args:
             version: number of the version, as trainers pass it to `TrainerClient.publish`.
-            engines: names of engines that must also serve the published version. If an update left out
-                such an engine, the engine needs a catch-up first.
+            engines: names of engines that must also serve the published version. If an update left out such an engine,
+                wait until the controller has brought it up to the published version: by the next update, or by a copy
+                from another engine (a catch-up).
             deadline_s: seconds to wait.
 
         Raises:
             ConfigError: `engines` is a string.
-            EngineRefused: see `wait_for_fleet`.
-            PeerTimeout: after `deadline_s`, the version is not published, or a named engine does not serve the published
-                version. The message names these engines.
+            EngineRefused: a named engine was refused or could not join, or no engine can receive updates; the message has
+                the reason. This error is raised at once.
+            PeerTimeout: after `deadline_s`, the version is not published, or some of the named engines do not serve the
+                published version. The message names the engines that do not serve it.
         """
         _check_names("wait_for_version", engines)
         await self.coordinator.members.wait_for_version(

@@ -351,7 +351,8 @@ class FleetBinder:
     def _find_kept(self) -> dict[str, frozenset[str]]:
         """Return engine -> tensors that the engine keeps.
 
-        No trainer has these tensors, and they match a `keep` pattern. For a catch-up, see `tensors_to_keep`.
+        If trainers send, these are the tensors that no trainer has and that match a `keep` pattern. If another engine
+        sends its weights (a catch-up), see `tensors_to_keep`.
         """
         if self._of_trainers.role is Role.ENGINE:
             return {
@@ -361,7 +362,7 @@ class FleetBinder:
         kept = dict.fromkeys(self._manifests, frozenset[str]())
         patterns = self._of_trainers.keep
         for engine, manifests in self._manifests.items() if patterns else ():
-            # The planner refuses this engine later, with the same reason.
+            # If `find_kept` raises, ignore the error here: the planner raises the same error for this engine later.
             with suppress(PlanError):
                 kept[engine] = find_kept(self._sources, manifests, patterns)
         return kept

@@ -201,9 +201,12 @@ class HeldWeights:
     def checked(self, sent: Written) -> Written:
         """Add the results of this rank's checks to `sent`, the answer to a write. Return the new answer.
 
-        If a parameter changed during the write, links with status OK or FAILED become failed links that name the
-        parameter. Digests do not detect such a change, because the sender computes a digest of the bytes that it has
-        read. With a replica, skip this check. The answer also names the parameters that contain NaN or infinity.
+        The new answer names the parameters that contain NaN or infinity.
+
+        If a parameter changed during the write, each link with status OK or FAILED becomes a failed link whose error
+        names the parameter. Digests cannot detect such a change: the sender computes each digest from the bytes that it
+        has read, even if the trainer had changed them by then. A sender with a replica (a copy of the weights) sends
+        from the copy, so a change does no harm and all links stay as they are.
         """
         sent = msgspec.structs.replace(sent, non_finite=self._non_finite)
         if self._one_sided.replica is not None or not (name := self._changed()):

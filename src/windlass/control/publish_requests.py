@@ -166,15 +166,17 @@ class PublishRequests:
             self._waiting.discard(worker)
 
     def give_up(self, worker: str, attempt: int) -> PendingPublish | None:
-        """Drop the request of a rank that sent `Withdraw`, because the trainer no longer waits for the report.
+        """Drop the request of a rank that sent `Withdraw`.
+
+        The rank sends this message when its trainer no longer waits for the report of the update.
 
         Args:
             worker: name of the rank.
-            attempt: attempt number of the withdrawn announcement.
+            attempt: attempt number of the withdrawn request.
 
         Returns:
-            The dropped request. None if nothing was dropped: the rank has no request, its update has begun, or the
-            rank has sent a newer announcement.
+            The dropped request. None if nothing was dropped: the rank has no request, the update of its request has
+            begun, or the rank has made a newer request.
         """
         known = self._newest.get(worker)
         if known is None or known.pending.attempt > attempt or known.has_begun:

@@ -302,9 +302,9 @@ class RoundMachine:
     def abandon(self, reason: str) -> list[Instruction]:
         """End the round after an exception of `start` or `handle`; return the last instructions.
 
-        The contents of the engines are then unknown. Treat the weights of each engine that is still part of the round
-        as mixed: the engine stays paused until a later round has written a version to it. Sources that have not
-        answered a write are `unsettled`, as in every round.
+        After such an exception, the contents of the engines are unknown. So `Finish.mixed` names every engine that has
+        not left the round. These engines stay paused until a later round has written a version to them. As in every
+        round, `Finish.unsettled` names the workers that have not answered a write.
         """
         self._is_broken = True
         kept = (Abort, *self._delivery.notices)
