@@ -288,7 +288,7 @@ def test_an_adapter_of_an_embedding_must_be_merged_also_under_a_tied_name(
         begin(weights)
     model.merge_adapter()
     if tied:
-        with pytest.raises(PlanError, match="must not be tied while an adapter is merged"):
+        with pytest.raises(PlanError, match=r"must not be tied to '.*' while an adapter is"):
             begin(weights)
     else:
         begin(weights)

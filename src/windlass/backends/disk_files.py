@@ -515,8 +515,8 @@ class TensorFile(Closing):
             wanted = stop - start if dtype is None else math.prod(stored.shape) * dtype.itemsize
             if not 0 <= start <= stop <= nbytes - begin or wanted != stop - start:
                 raise OSError(
-                    f"{self._path}: tensor {name!r} must have {wanted} bytes inside the file, got "
-                    f"{stored.data_offsets} of {nbytes - begin}"
+                    f"{self._path}: tensor {name!r} must fill {wanted} of the {nbytes - begin} bytes after the header, "
+                    f"got bytes {start} to {stop}"
                 )
             placed[name] = msgspec.structs.replace(
                 stored, data_offsets=(begin + start, begin + stop)

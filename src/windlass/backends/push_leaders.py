@@ -159,7 +159,11 @@ class PushDelivery(Delivery):
         return tuple(Order(worker, BeginDriven(PushBackend())) for worker in engines)
 
     def unlinked(self, engines: Collection[str]) -> Collection[str]:
-        """Return all engine ranks: the plan has no links to them, but they must verify that all tensors have arrived."""
+        """Return all engine ranks.
+
+        The leaders send the tensors themselves, so the transfer plan has no writes (links) to these ranks. Each rank must
+        still verify that all tensors have arrived.
+        """
         return engines
 
     @property

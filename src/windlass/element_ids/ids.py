@@ -209,13 +209,16 @@ class ElementIds:
         return int(self._heads.max())
 
     def moved(self, codes: Codes, tensors: range, by: int) -> ElementIds:
-        """Return the element numbers of the corresponding tensor in another, identical layer.
+        """Return the element numbers of a tensor of another layer.
+
+        The other layer has the same structure as this tensor's layer, and the tensor has the same place in it.
 
         Args:
             codes: numbering of the checkpoint's elements.
-            tensors: indices in `codes.specs` of the checkpoint tensors of this layer.
+            tensors: indices in `codes.specs` of the checkpoint tensors of this tensor's layer. Elements of all other
+                checkpoint tensors keep their numbers.
             by: number to add to these indices to get the checkpoint tensors of the other layer. Corresponding tensors
-                have the same size. Elements of checkpoint tensors outside `tensors` keep their numbers.
+                have the same size.
         """
         first, last = int(codes.starts[tensors.start]), int(codes.starts[tensors.stop])
         step = int(codes.starts[tensors.start + by]) - first

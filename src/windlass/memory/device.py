@@ -384,9 +384,10 @@ class _CudaPack(GpuTables):
 
 
 def _hashed_at_source(program: LinkProgram, addresses: UInt64Array) -> CutLink:
-    """Return the pieces of a link that this rank sends.
+    """Return the pieces of an outgoing link, for hashing at the source.
 
-    Set each piece's destination to its source, because kernels hash the bytes at the destination.
+    Kernels always hash the bytes at a piece's destination, so the destination of each piece is the address of its source.
+    For pieces that are packed first, the caller changes the destination.
     """
     cut = cut_link(program, at_source=True)
     add_sources(cut, addresses)

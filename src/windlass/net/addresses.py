@@ -137,8 +137,13 @@ def free_port() -> int:
 def listen(host: str, port: int, what: str) -> socket.socket:
     """Return a socket bound to an address or name of this host, IPv4 or IPv6. The socket does not listen yet.
 
+    Args:
+        host: address or name; empty for all addresses of this host.
+        port: TCP port; 0 for any free port.
+        what: start of the error message: the setting or operation that needs the socket.
+
     Raises:
-        ConfigError: the address cannot be bound.
+        ConfigError: the host cannot be resolved, or the address cannot be bound.
     """
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(

@@ -879,7 +879,8 @@ class _HostAllocations:
                 found.append(0)
                 continue
             storage = StorageWeakRef(tensor.untyped_storage())  # type: ignore[no-untyped-call]
-            # A weak reference keeps torch's object for the storage, so no other storage has its `cdata`.
+            # A weak reference keeps torch's `StorageImpl`, also after its memory is freed. So no later storage gets the
+            # same `cdata`.
             if (known := self._known.get(storage.cdata) or before.get(storage.cdata)) is None:
                 self._last += 1
                 known = storage, self._last

@@ -218,9 +218,9 @@ def _refuse_tied(layer: _PeftLayer, base: str, merged: Mapping[str, set[int]]) -
     other = next((name for name in layer.bases if merged.get(name, set()) != here), None)
     if here and other is not None:
         raise PlanError(
-            f"parameter {base!r}: must not be tied while an adapter is merged into it, got a tie to {other!r}, which the model "
-            "uses without this adapter in training; untie the weights (`tie_word_embeddings=False`), or train tokens of "
-            "both (`trainable_token_indices`)"
+            f"parameter {base!r}: must not be tied to {other!r} while an adapter is merged into it, because the trainer's "
+            f"model computes with {other!r} without this adapter; untie the two (`tie_word_embeddings=False`), or train the "
+            "same tokens of both (`trainable_token_indices`)"
         )
 
 

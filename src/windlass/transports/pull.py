@@ -141,7 +141,7 @@ class PullTransport(RegionTransport):
 
     @property
     def traits(self) -> TransportTraits:
-        """Capabilities of this transport; the throughput depends on the memory."""
+        """Capabilities of this transport. The highest throughput differs between host memory and GPU memory."""
         wire = "process_vm_readv" if self._gpu is None else "cuda-ipc-read"
         return TransportTraits(
             same_host=True,

@@ -74,8 +74,8 @@ class GpuReads:
         Raises:
             ProtocolError: `exported` cannot be decoded.
             RegionError: a piece is outside the exported allocations; nothing was copied.
-            TransferFailed: the driver refused to map memory or to copy.
-            TransferOutcomeUnknown: the copies did not end by the deadline.
+            TransferFailed: the driver refused to map memory or to copy, or the deadline passed before the copies began.
+            TransferOutcomeUnknown: the copies began, and did not end by the deadline.
         """
         targets, sources, nbytes = pieces
         with ExitStack() as opened:

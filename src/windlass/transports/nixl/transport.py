@@ -296,8 +296,8 @@ class NixlPeer(NetworkPeer):
 
     def _begin(self, pieces: Pieces) -> _Transfer:
         """See `NetworkPeer._begin`."""
-        # All regions of an agent are on one GPU, or all are in host memory. The scratch page has gpu -1, so
-        # the maximum is the GPU of the regions.
+        # All regions of the peer are on one GPU, or all are in host memory (gpu -1). The keys of each region include the
+        # key of the peer's page for probe writes, which is in host memory. So the largest `gpu` is that of the regions.
         gpu = max(key.gpu for keys in self._keys.values() for key in keys)
         return self._post(pieces, (self._agent.gpu, gpu))
 
