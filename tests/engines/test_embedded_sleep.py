@@ -512,7 +512,7 @@ async def test_turns_leave_no_memory_threads_or_descriptors(tmp_path: Path, num_
             assert nbytes_after - nbytes_before < (8 << 20)
 
 
-@pytest.mark.parametrize(("found", "text"), [((0, 64), "2 of 2"), ((0, 8, 128), "2 of 3")])
+@pytest.mark.parametrize(("found", "text"), [((0, 64), "of 2 found"), ((0, 8, 128), "of 3 found")])
 def test_weights_that_wake_at_other_addresses_are_refused(
     found: tuple[int, ...], text: str
 ) -> None:
@@ -524,9 +524,9 @@ def test_weights_that_wake_at_other_addresses_are_refused(
         weights.sleep()
         weights.wake()
         now = tuple(arena.address + offset for offset in found)
-        rule = "the 3 parameters must keep their addresses"
+        rule = "all 3 parameters must keep their addresses"
         with pytest.raises(
-            UnsupportedLayout, match=f"wake: {rule}, got {text} parameters at them;"
+            UnsupportedLayout, match=f"wake: {rule}, got 2 with an unchanged address, {text};"
         ):
             weights.wake()
 

@@ -177,7 +177,10 @@ class Captured:
 
     @property
     def rounded(self) -> dict[str, DType]:
-        """Checkpoint tensor -> dtype to which this rank rounds the tensor's values in the parameter that updates write."""
+        """Checkpoint tensor -> dtype to which this rank rounds its values after an update.
+
+        Only tensors whose values updates write into the parameter itself (`Rounding.in_place`).
+        """
         in_place = (rounding for rounding in self.roundings if rounding.in_place)
         return {tensor: found.dtype for found in in_place for tensor in found.parts}
 

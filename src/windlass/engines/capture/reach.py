@@ -208,7 +208,8 @@ class Node:
     def is_model_tensor(self) -> bool:
         """Whether the object is a tensor that the model keeps.
 
-        False for a tensor that a call by the walk returned, because such a tensor is freed after the walk.
+        False for a tensor that the walk got by a call (`Join.CALL`): the call may have created the tensor, which is then
+        freed after the walk.
         """
         return isinstance(self.item, torch.Tensor) and self.join is not Join.CALL
 

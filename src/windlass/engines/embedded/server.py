@@ -332,7 +332,7 @@ class EngineServer:
         return web.json_response({"success": True, "new_version": body.new_version})
 
     async def _abort(self, http: web.Request) -> web.Response:
-        """Abort the request of an id, and return whether it was running or waiting."""
+        """Abort the request with this id. The answer says whether the scheduler had such a request."""
         body = msgspec.json.decode(await http.read(), type=_Abort)
         return web.json_response({"aborted": self._scheduler.abort(body.rid)})
 

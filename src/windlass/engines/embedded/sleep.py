@@ -1,8 +1,8 @@
 """Sleep of the embedded engine: the trainer gets the memory of weights and KV cache while it steps.
 
 The engine saves and restores only tensors that no trainer has (`keep` of `connect_trainer`). All other weights are lost,
-so the engine serves nothing until a round has filled and verified all of them. PREPARE of the next round wakes the
-weights, and the first step after PUBLISH allocates the KV cache.
+so the engine serves nothing until a round (the controller's steps for one update) has filled and verified all of them.
+PREPARE of the next round wakes the weights, and the first step after PUBLISH allocates the KV cache.
 """
 
 from __future__ import annotations
@@ -90,8 +90,8 @@ class SleepingWeights:
 
         Raises:
             TransferFailed: there is too little memory.
-            UnsupportedLayout: a parameter has moved, so that a round would write to memory that the engine does not
-                read.
+            UnsupportedLayout: a parameter has moved, so that the next update would write to memory that the engine does
+                not read.
         """
         self._memory.wake()
         for address, saved in self._saved:
@@ -100,8 +100,8 @@ class SleepingWeights:
         if (found := tuple(self._locate())) != self._addresses:
             num_kept = sum(a == b for a, b in zip(found, self._addresses, strict=False))
             raise UnsupportedLayout(
-                f"wake: the {len(self._addresses)} parameters must keep their addresses, got {num_kept} of {len(found)} "
-                "parameters at them; start the engine again"
+                f"wake: all {len(self._addresses)} parameters must keep their addresses, got {num_kept} with an unchanged "
+                f"address, of {len(found)} found; start the engine again"
             )
 
     def filled(self) -> None:

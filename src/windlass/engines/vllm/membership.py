@@ -172,7 +172,8 @@ class Membership:
     def _protect(self, state: Any) -> App:
         """Return the application, wrapped in the middleware for private routes and joins. `state` comes from vLLM's server.
 
-        Create the `VllmMember`. If WINDLASS_CONTROLLER is a URL, record that this member joins when the server starts.
+        Create the `VllmMember`. If WINDLASS_CONTROLLER is a URL and this is the first API server, record that this member
+        joins when the server starts.
 
         Raises:
             WindlassError: see `VllmMember`.

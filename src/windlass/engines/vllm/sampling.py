@@ -44,16 +44,17 @@ def new_seed(meeting_place: str = "") -> int:
 
 
 def set_defaults(args: Any) -> None:
-    """Set `logprobs_mode` and `max_logprobs` to Windlass's defaults, and `seed` to a new seed if the server has one process.
+    """Set `logprobs_mode`, `max_logprobs` and `seed` to Windlass's defaults, except those that the user has set.
 
-    Leave what the user has set. `args` are the `EngineArgs` of a server with Windlass's backend.
+    With the executor `external_launcher`, leave `seed` unchanged, because each rank would choose another seed. `args` are
+    the `EngineArgs` of a server with Windlass's backend.
     """
     defaults = type(args)
     if args.logprobs_mode == defaults.logprobs_mode and not _is_given(_LOGPROBS_MODE):
         args.logprobs_mode = PROCESSED
     if args.max_logprobs == defaults.max_logprobs and not _is_given(_MAX_LOGPROBS):
         args.max_logprobs = _NUM_LOGPROBS
-    if args.seed == defaults.seed and not _is_given(_SEED) and _has_one_process(args):
+    if args.seed == defaults.seed and not _is_given(_SEED) and _is_configured_once(args):
         args.seed = new_seed(_meeting_place(args))
 
 
@@ -67,7 +68,7 @@ def _is_given(option: str) -> bool:
     return file.is_file() and bool(re.search(rf"^\s*{key}\s*:", file.read_text(), re.MULTILINE))
 
 
-def _has_one_process(args: Any) -> bool:
+def _is_configured_once(args: Any) -> bool:
     """Return whether one process creates the configuration of all ranks, so that all ranks get the same random seed."""
     return bool(args.distributed_executor_backend != _ONE_PROCESS_PER_RANK)
 

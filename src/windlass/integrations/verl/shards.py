@@ -198,9 +198,10 @@ class ShardCheckpointEngine(CheckpointEngine):  # type: ignore[misc]  # verl has
 
     @torch.no_grad()
     async def send_weights(self, weights: BaseEngine, global_steps: int | None = None) -> Sent:  # noqa: ARG002
-        """Publish the current weights to every server, as version 1, 2 and so on. Collective over the actor ranks.
+        """Publish the current weights to every server. Collective over the actor ranks.
 
-        The first call after `set_servers` connects to the servers.
+        The first published version is 1, the next version is 2, and so on. If this rank is not connected to the servers,
+        connect first. If `set_servers` was called with `only_joins`, connect and publish nothing.
 
         Args:
             weights: verl's training engine.
@@ -237,7 +238,7 @@ class ShardCheckpointEngine(CheckpointEngine):  # type: ignore[misc]  # verl has
                 set_expandable_segments(True)
 
     def _send(self, engine: BaseEngine, gpu: int) -> Sent:
-        """Connect to the servers at the first call. Then publish the shards, but not if `only_joins` is set.
+        """Connect to the servers unless this rank is connected. Then publish the shards, but not if `only_joins` is set.
 
         For the errors, see `send_weights`.
         """
