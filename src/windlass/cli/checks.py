@@ -192,7 +192,8 @@ def _automatic(offers: Sequence[TransportOffer]) -> list[Finding]:
     for kind in MemoryType:
         here = [offer for offer in offers if offer.traits.memory is kind]
         if any(offer.traits.same_host and not offer.traits.allocates for offer in here):
-            # Like `AutoConfig`, prefer transports that can write into existing memory.
+            # Like `AutoConfig`: if a transport within one host can expose existing memory, leave out the transports that
+            # expose only memory of their own allocator.
             here = [offer for offer in here if not offer.traits.allocates]
         said = []
         for where, same_host in (("within this host", True), ("between hosts", False)):

@@ -885,9 +885,9 @@ class Job:
         raise error
 
     def _return_groups(self) -> None:
-        """Add the groups that steps have taken since the newest checkpoint to the open groups again.
+        """Open groups again: all groups that steps have taken since the newest checkpoint.
 
-        Do nothing if `trainer.save_every` is 0, because the job then does not keep the groups that steps have taken.
+        If `trainer.save_every` is 0, open no group again, because the job does not keep the groups that steps have taken.
 
         Raises:
             RolloutError: the journal of rollouts cannot be written.

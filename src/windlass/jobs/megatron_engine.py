@@ -337,7 +337,8 @@ class MegatronEngine(TrainEngine):
         Megatron adds the gradients of these losses in the backward pass, where it gives all micro-batches the same weight.
         """
         scale = self._existing_optimizer().scale_loss(torch.full((1,), weight, device=self._device))
-        # Megatron (0.16.1) gives routers this factor, because it averages gradients over context-parallel ranks.
+        # Megatron (0.16.1) multiplies the losses of routers by the number of context-parallel ranks, because it averages
+        # gradients over these ranks. It does not multiply the losses of MTP layers by this number.
         size = parallel_state.get_context_parallel_world_size()
         MoEAuxLossAutoScaler.set_loss_scale(scale * size)
         MTPLossAutoScaler.set_loss_scale(scale)

@@ -474,13 +474,14 @@ def tasks_of(recipe: Recipe) -> Iterator[tuple[Task, bytes]]:
 
 
 def encode_tasks(tasks: Iterable[Task]) -> tuple[bytes, list[ConfigError]]:
-    """Return tasks as msgpack, for a checkpoint, and an error for each task that is left out.
+    """Encode tasks as msgpack for a checkpoint. Return the bytes, and an error for each task that is left out.
 
-    A task is left out if msgpack cannot encode its arguments or its metadata. The result may have any size.
+    A task is left out if msgpack cannot encode its arguments or its metadata. There is no limit of size.
     """
     encoded, errors = list[msgspec.Raw](), list[ConfigError]()
     for task in tasks:
-        # Keep dataclasses in arguments and metadata: msgpack encodes them as maps, also in messages to workers.
+        # Do not use `dataclasses.astuple`: it would also change dataclasses inside arguments and metadata to tuples.
+        # msgspec encodes them as maps, as in messages to workers.
         fields = [getattr(task, field.name) for field in dataclasses.fields(Task)]
         try:
             encoded.append(msgspec.Raw(encode_plain("task", fields)))

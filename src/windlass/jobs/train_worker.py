@@ -456,8 +456,8 @@ class TrainWorker(Client[TrainCommand, TrainResult, Welcome]):
         `Setup` sets MASTER_ADDR and MASTER_PORT in this process. `Stop` closes the engine and ends `work`.
 
         Raises:
-            ConfigError: the engine's `setup` or `train_step` returned values of a wrong type, or the value that an
-                operation returned cannot be encoded.
+            ConfigError: the engine's `setup` did not return two integers, its `train_step` returned values of a wrong
+                type, or the value that an operation returned cannot be encoded.
         """
         engine = self._engine
         match call.command:

@@ -302,8 +302,8 @@ class RankTensors(Closing):
         if arena not in self._late:
             self._late.append(arena)
             _log.warning(
-                "late writes may still arrive in %d bytes of memory. This memory stays allocated until this process ends; "
-                "tensors of later batches arrive in it if they fit, and are then copied",
+                "writes of a failed transfer may still arrive in %d bytes of memory, so this memory stays allocated until "
+                "this process ends. Later batches that fit use it for receiving, and their tensors are copied out of it",
                 arena.nbytes,
             )
 

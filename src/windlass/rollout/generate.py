@@ -366,10 +366,11 @@ class AttemptProgress:
         return Partial(ids, logprobs, tuple(versions))
 
     def _spread(self, spans: Sequence[_VersionSpan], num_tokens: int) -> list[int]:
-        """Return the weight version of each of the `num_tokens` output tokens.
+        """Return the weight versions of the output tokens, at most `num_tokens`. There are fewer if the spans end earlier.
 
         Raises:
-            AttemptError: the spans have a gap, or a version is not an integer.
+            AttemptError: a span does not start where the previous span ends, or it starts after the last token; or a
+                version is not an integer.
         """
         versions: list[int] = []
         for span in spans:

@@ -189,7 +189,7 @@ class PersistedState:
         self,
         entry: Submitted | Attempted | Accepted | Delivered | Resubmitted | Ended | VersionReached,
     ) -> None:
-        """Apply the change that an entry records to this state."""
+        """Update this state with the change that an entry records."""
         match entry:
             case Submitted():
                 self.tasks.update({t: PersistedTask(t, entry) for t in entry.task_ids})

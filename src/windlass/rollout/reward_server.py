@@ -147,12 +147,15 @@ class RewardServer:
     async def _score(
         self, rollouts: Sequence[Rollout], encoded: Sequence[bytes], ends_at: float | None = None
     ) -> list[float | RewardError]:
-        """Return the rewards of one batch. If a request fails, return the same `RewardError` for each of its rollouts.
+        """Return a reward or a `RewardError` for each rollout of a batch.
+
+        If the server refuses a batch of several rollouts (`_DivideError`), send each half separately. If a request fails
+        for another reason, all its rollouts get the same `RewardError`.
 
         Args:
             rollouts: the batch.
             encoded: each rollout as JSON.
-            ends_at: time of the event loop at which the deadline passes; None to start the deadline with the first request.
+            ends_at: deadline, in the event loop's time; None for a new deadline, which starts with the first request.
 
         Raises:
             ConfigError: the call is outside the `async with` block.

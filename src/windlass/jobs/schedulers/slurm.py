@@ -327,7 +327,10 @@ class SlurmBackend(ClusterBackend):
         return code if code <= 128 else 128 - code
 
     async def signal(self, name: str, signal_number: int) -> None:
-        """Send a signal to the steps of this name in the process's job."""
+        """Send a signal to the process `name`: to every step of its Slurm job that has this name.
+
+        Do nothing if there is no such step.
+        """
         jobs = f"--jobs={self._job_of[name]}"
         listed = await _run("squeue", "--noheader", "--steps", jobs, "--format=%i|%j")
         for line in listed.splitlines():

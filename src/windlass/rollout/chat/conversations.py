@@ -111,14 +111,14 @@ class Conversations:
         """Return the prompt of a text.
 
         If the text begins with an earlier prompt and its answer, reuse their token ids, and encode only the rest. If several
-        earlier prompts match, use the longest. An earlier answer may end with special tokens, such as an end token. Keep
-        these tokens only if the agent has written them after the answer.
+        earlier prompts match, use the one that is longest with its answer. An earlier answer may end with special tokens,
+        such as an end token. Keep these tokens only if the agent has written them after the answer.
 
         Args:
             text: text to encode.
             add_special_tokens: whether to add the special tokens that the model expects around a text. If the text begins
                 with the first of these tokens already, this token is not added again. Without effect for a text that
-                continues an earlier prompt.
+                continues an earlier answer.
         """
         return await asyncio.to_thread(self._text_prompt, text, add_special_tokens)
 

@@ -275,8 +275,9 @@ class ChatSession:
         """Keep the session open during a `with` block of the workflow.
 
         Raises:
-            RolloutError: a request failed in a way that ends the attempt. The block is cancelled, and the `with` statement
-                raises this error, even if the block has ended or its clean-up raises another error.
+            RolloutError: a request failed in a way that ends the attempt. The block is cancelled. The `with` statement then
+                raises this error, even if the block ends before the cancellation reaches it, or if its clean-up raises
+                another error.
         """
         self.is_open = True
         try:
