@@ -135,6 +135,9 @@ class Controller:
             workflows: name -> workflow (user code).
             max_concurrent: maximum number of concurrent rollouts.
             tokenizer: folder of the model's tokenizer, for prompts of text and messages; empty for none.
+
+        Raises:
+            ConfigError: see `RolloutController.run_here`.
         """
         policy = StalenessPolicy.unbounded(max_concurrent)
         async with RolloutController(self.coordinator, policy, token=self._token) as evaluation:

@@ -348,6 +348,7 @@ class TorchBroadcastGroup:
 
         Raises:
             TransferFailed: a broadcast or a kernel failed, or did not end within `deadline_s`; the group is broken.
+            TransferOutcomeUnknown: kernels of earlier work on this GPU may still run.
         """
         if self._gpu is None:
             return

@@ -194,8 +194,8 @@ class PushReceiver:
         """Carry out a command of the controller: begin an update, join a group, or receive tensors or files.
 
         Raises:
-            ProtocolError: the backend has no such command.
-            PlanError, PeerTimeout, TransferFailed: see the methods that this method calls.
+            ProtocolError: the backend has no such command, or no update has begun.
+            WindlassError: another error; see `begin`, `join_named`, `receive_bucket` and `read_files`.
         """
         match command:
             case BeginDriven():
@@ -216,6 +216,7 @@ class PushReceiver:
         Raises:
             PlanError: the parameters are in several memories, for example on two GPUs.
             TransferFailed: there is no memory for the shadow copy.
+            TransportUnavailable: kernels cannot be compiled for the GPU.
         """
         if self._memory is None:
             self._memory = memory_at(self._live, self._manifest.worker)
@@ -253,6 +254,7 @@ class PushReceiver:
             PlanError: a tensor does not belong to this rank's model or has another shape, or its
                 dtype cannot be cast. The rank then leaves the group before the broadcast, so that the
                 leader's broadcast fails at once instead of at its deadline.
+            ProtocolError: no update has begun.
             TransferFailed: the group was not formed or has failed, the broadcast failed, or tied weights have arrived
                 with different values.
         """
@@ -294,6 +296,7 @@ class PushReceiver:
         Raises:
             ConfigError: the index of the folder is invalid, or names a missing file.
             PlanError: a tensor of the model has another shape in the files.
+            ProtocolError: no update has begun.
             TransferFailed: the folder has no safetensors file, a file is incomplete, a value cannot be cast, or tied
                 weights have different values.
         """
@@ -325,6 +328,8 @@ class PushReceiver:
 
         Raises:
             PlanError: a part of a parameter did not arrive; the live parameters are unchanged.
+            ProtocolError: no update has begun.
+            TransferOutcomeUnknown: see `ShadowCopy.copy_over`.
         """
         self._check_complete()
         self._require_update()[1].copy_over()

@@ -410,6 +410,7 @@ class EngineAgent:
 
         Raises:
             ProtocolError: see `_choose_driven`.
+            ConfigError: see `backend_of`.
         """
         self._require_reached(backend)
         if backend != self._backend:
@@ -424,6 +425,7 @@ class EngineAgent:
 
         Raises:
             ProtocolError: the engine's process runs without Windlass, so only `p2p` can reach it.
+            ConfigError: see `backend_of`.
         """
         self._require_reached(backend)
         # The one-sided receiver stays open, because late writes may still arrive in its memory.

@@ -400,6 +400,7 @@ class EngineRank:
                 another protocol version.
             AuthenticationError: the controller refused the token.
             PeerTimeout: the controller did not answer in time.
+            TransportUnavailable, PeerUnreachable: the transport cannot start; see `create_transport`.
             TransportUnavailable, RegionError: the transport cannot register this memory.
         """
         self._require_same(settings)

@@ -157,6 +157,7 @@ class EngineServer(Protocol):
 
         Raises:
             ConfigError: options contradict each other, or the engine's release does not support an option.
+            UnsupportedLayout: updates cannot change the whole adapter of `--adapter`.
         """
         ...
 

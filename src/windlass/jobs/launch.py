@@ -775,7 +775,10 @@ class Job:
 
         Raises:
             PeerTimeout: a process did not connect within `start_deadline_s`.
+            EngineRefused: an engine was refused or could not join.
             TrainerError, ConfigError: see `_start_ranks`.
+            ConfigError: the tokenizer cannot be loaded.
+            WindlassError: the recipe's `workflows` raised an exception.
         """
         config, controller, progress = self._config, self.controller, self._progress
         deadline_s = config.start_deadline_s
@@ -862,6 +865,8 @@ class Job:
         Raises:
             TrainerError: there is no checkpoint, or the ranks have failed more than `max_restarts` times since the
                 newest checkpoint.
+            ConfigError: see `_start_ranks`.
+            RolloutError: see `_return_groups`.
         """
         max_restarts = self._config.trainer.max_restarts
         while self._newest is not None and self._restarts_since_checkpoint < max_restarts:

@@ -168,7 +168,7 @@ class _HostCopies(PreparedCopies):
         ]
 
     def run(self) -> None:
-        """Run all copies, and cast where the dtypes differ."""
+        """Run all copies, and cast where the dtypes differ. Raise `TransferFailed` if a cast fails; see `copy_cast`."""
         for target, source, tensor in self._copies:
             copy_cast(target, source, tensor)
 
@@ -244,6 +244,9 @@ def pack_op(op: BoundOp, src_parameter: int, address: int) -> None:
     """Gather, cast or quantise the elements of an op, and store the packed payload at `address`.
 
     `op` may also be a part from `split_op`. `src_parameter` is the address of the op's source parameter.
+
+    Raises:
+        TransferFailed: a cast or quantisation fails; see `copy_cast` and `pack_quantized`.
     """
     if op.transform is not Transform.NONE:
         pack_quantized(

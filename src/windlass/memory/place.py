@@ -19,6 +19,7 @@ def memory_at(addresses: Iterable[int], worker: str) -> MemoryOps:
 
     Raises:
         PlanError: the parameters are on several GPUs, or both on a GPU and in host memory.
+        TransferFailed: see `gpu_of`.
         TransportUnavailable: kernels cannot be compiled for the GPU.
     """
     ordinals = {gpu_of(address) for address in addresses if address}

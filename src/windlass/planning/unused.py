@@ -58,7 +58,7 @@ def find_kept(
     """Return the destination tensors that no source has and that match one of `patterns` (`fnmatch`).
 
     Raises:
-        ManifestError: see `resolve_names`.
+        ManifestError, UnsupportedLayout: see `resolve_names`.
     """
     names = resolve_names(sources, destinations)
     # An alias of a destination is not a separate tensor.

@@ -626,6 +626,7 @@ class BatchClient(Closing):
                 request.
             AuthenticationError: wrong token.
             StaleMessage: the controller has dropped the batch of this step.
+            ProtocolError: the controller answered with an unexpected HTTP status.
             PeerTimeout: within `deadline_s`, the controller had no batch of this step or did not answer, or tensors of this
                 shard did not arrive.
             TransportUnavailable: the transport cannot be started.

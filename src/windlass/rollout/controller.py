@@ -358,6 +358,7 @@ class RolloutController:
         """Wait for all rollouts; return their results in the order of `handles`.
 
         Raises:
+            ConfigError: `deadline_s` is not a number.
             PeerTimeout: a rollout was not done within `deadline_s` (it continues), or failed at its own deadline.
             RolloutError: a rollout failed for a different reason.
         """

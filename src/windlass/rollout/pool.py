@@ -566,6 +566,7 @@ class WorkerPool:
 
         Raises:
             Garbled: the worker sent a second Hello.
+            ProtocolError: an entry of a batch is not an outcome.
         """
         match frame:
             case CompletionBatch():

@@ -180,6 +180,7 @@ def exported_manifest(
     Raises:
         UnsupportedLayout: a tensor is not contiguous; or see `captured_export`.
         ConfigError, PeerTimeout: see `captured_export`.
+        ManifestError: the exported places contradict each other; see `ManifestBuilder`.
     """
     # The exporter must read the memory that `captured_export` fills with codes. For a DTensor, this is its local
     # tensor.

@@ -102,9 +102,9 @@ def connect_megatron_trainer(
         connect_deadline_s: seconds to wait for the controller, and for other ranks in each collective of `exporter`.
 
     Raises:
-        UnsupportedLayout, ManifestError: see `describe_megatron_trainer`.
-        ConfigError: neither `family` nor `exporter` is given, `controller` is not a URL, `transport` is not a transport,
-            or `arena_nbytes` is too small.
+        UnsupportedLayout, ManifestError, PlanError: see `describe_megatron_trainer`.
+        ConfigError: neither `family` nor `exporter` is given, `copy_of` is given with `use_main_params`, `controller` is
+            not a URL, `transport` is not a transport, or `arena_nbytes` is too small.
         TransportUnavailable, AuthenticationError, ProtocolError, PeerTimeout: see `connect_trainer`.
     """
     described = describe_megatron_trainer(
@@ -250,6 +250,7 @@ def _placed(
     Raises:
         ConfigError: there is neither an exporter nor a naming table.
         UnsupportedLayout: neither the exporter nor the naming table can describe a parameter.
+        ConfigError, PeerTimeout: see `captured_export`.
     """
     if exporter is not None:
         # The exporter reads the model's parameters. If the optimizer's copies are published instead, the result is valid
@@ -334,6 +335,7 @@ def check_whole(model: torch.nn.Module | Sequence[torch.nn.Module]) -> None:
 
     Raises:
         ConfigError: `make_whole` was not called, so parameters of this rank may have old values.
+        ManifestError: `model` has no chunk.
     """
     for chunk in _lazily_gathered(_chunks_of(model)):
         for group in (*chunk.bucket_groups, *chunk.expert_parallel_bucket_groups):

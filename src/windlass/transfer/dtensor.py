@@ -464,6 +464,7 @@ def describe_module(
             of transformers and `TRANSFORMERS_EXPERTS`.
 
     Raises:
+        PlanError: see `held_tensors`.
         ConfigError: see `held_tensors`; or two different parameters get the same name.
         UnsupportedLayout, ManifestError: see `held_tensors`, `local_shard`, `saved_parts` and `unstack`.
     """

@@ -75,6 +75,7 @@ class FiniteCheck:
         Raises:
             PlanError: see `LocatedParameters`.
             TransferFailed: a GPU did not finish the queued work of this process within `OWN_WORK_S`.
+            TransportUnavailable: see `memory_on`.
         """
         if not self._pieces:
             return ()

@@ -1040,6 +1040,7 @@ class RelayNode:
         Raises:
             PlanError: this rank is not in the group, or a child has no binding or no address.
             RegionError: bytes would be written outside the regions of a child.
+            TransferFailed: the GPU has too little memory for the tables.
         """
         worker = self._receiver.manifest.worker
         if worker not in group.members:

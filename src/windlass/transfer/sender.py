@@ -196,6 +196,7 @@ class Sender:
             RegionError, TransferFailed: parameters have moved and their new memory cannot be registered, or the arena was
                 abandoned and no new arena can be allocated.
             RoundAborted: the replica has no copy of this version, and the weights may have changed.
+            TransferOutcomeUnknown: kernels of an earlier version may still run.
         """
         with self._lock:
             if self._stores is not None:

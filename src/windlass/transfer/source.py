@@ -157,6 +157,7 @@ class SourceMemory:
             PlanError: the number or the sizes of the parameters differ from the manifest.
             PlanError: the parameters are on several GPUs, or some are on a GPU and others in host memory.
             PlanError: while links are bound, the parameters have moved to another GPU, or between GPU and host memory.
+            TransferFailed, TransportUnavailable: see `memory_at`.
         """
         now = self._parameters()
         addresses = addresses_of(now)

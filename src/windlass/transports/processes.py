@@ -74,6 +74,7 @@ def check_alive(peer: PeerEndpoint) -> int:
 
     Raises:
         PeerUnreachable: the address is not a pid, the process has ended, or another process has the pid.
+        TransferFailed: see `process_start_time`.
     """
     if not peer.address.isascii() or not peer.address.isdigit():
         raise PeerUnreachable(f"{peer.transport}: address must be a pid, got {peer.address!r}")
@@ -177,6 +178,7 @@ class PeerProcesses:
         Raises:
             PeerUnreachable: the process has ended, another process has the pid, or the process did not prove that it
                 owns the endpoint.
+            TransferFailed: see `process_start_time`.
         """
         pid = check_alive(peer)
         if peer not in self._proven:

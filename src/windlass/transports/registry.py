@@ -159,6 +159,7 @@ def create_transport(
     Raises:
         ConfigError: the memory is on a GPU, and the transport can only write host memory.
         ConfigError, PeerUnreachable, TransportUnavailable: see `TransportConfig.create`.
+        TransferFailed: see `gpu_of`.
     """
     gpu = gpu_of(memory_at) if memory_at else -1
     if gpu >= 0 and MemoryType.CUDA not in config.memory:

@@ -279,6 +279,7 @@ class OutsideHooks:
             ConfigError: the mode is `in_place`. SGLang would keep the KV cache, which the old weights computed.
             PeerUnreachable: the server did not flush its caches within `deadline_s`, or it was restarted and its weights
                 have other addresses. Nothing was written.
+            PeerTimeout: the server did not answer a request in time. Nothing was written.
         """
         if read_table(self._server, self._rank) != self._table:
             raise PeerUnreachable(

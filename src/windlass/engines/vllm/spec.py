@@ -165,6 +165,7 @@ class VllmServer:
 
         Raises:
             ConfigError: vLLM does not load Windlass's plugin, or updates do not support an option or the checkpoint.
+            UnsupportedLayout: see `adapter_of`.
         """
         require_plugin()
         require_followed(Path(args.model), rest)

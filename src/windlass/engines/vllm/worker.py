@@ -190,6 +190,9 @@ def block_loop(worker: Worker, pause_id: str, deadline_s: float) -> None:
     """Wait for the GPU, then block this worker's main loop until the pause ends; see `QuiesceGate.block`.
 
     If updates change an adapter, first pin the adapter to its slot (`keep_adapter`).
+
+    Raises:
+        UnsupportedLayout: see `keep_adapter`.
     """
     rank: EngineRank = worker.windlass_engine_rank
     if torch.cuda.is_available():
@@ -263,6 +266,7 @@ class WorkerMethods:
 
         Raises:
             ConfigError: the EngineCore sent no cache namespace.
+            UnsupportedLayout: see `keep_adapter`.
         """
         if not namespace:
             raise ConfigError(

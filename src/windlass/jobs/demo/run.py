@@ -116,7 +116,8 @@ def check_transport_packages(config: LaunchConfig) -> None:
     """Check that the environments of trainers and engines have the package of the job's transport.
 
     Raises:
-        ConfigError: an environment lacks the package.
+        ConfigError: an environment lacks the package, or see `parse_transport`.
+        TransportUnavailable: see `parse_transport`.
     """
     transport = parse_transport(config.transport)
     package = PACKAGES.get(transport.name, "")

@@ -553,6 +553,7 @@ class MooncakeTransport(NetworkTransport[MooncakePeer]):
 
         Raises:
             RegionError: the registered memory cannot be registered with a new engine.
+            ConfigError, TransportUnavailable: see `start_engine`.
         """
         for engine in self.engines:
             if engine.contacted.get(endpoint.address, endpoint) == endpoint:

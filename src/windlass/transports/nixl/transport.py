@@ -243,6 +243,8 @@ class NixlPeer(NetworkPeer):
 
         Raises:
             TransportUnavailable: UCX chose another wire than the configured one; nothing was sent.
+            RegionError: NIXL refuses a key, or a key belongs to another process.
+            PeerUnreachable, TransferFailed, TransferOutcomeUnknown: see `refuse_open` and `reach`.
         """
         self._wait_for_late(deadline)
         if self._keys and may_use_tcp(self._agent.wire):
@@ -310,6 +312,7 @@ class NixlPeer(NetworkPeer):
 
         Raises:
             PeerUnreachable: no probe write arrived; nothing of the batch was sent.
+            TransferFailed, TransferOutcomeUnknown: see `refuse_open`.
         """
         for _ in range(CONNECTIONS):
             connection = self._connection
