@@ -100,7 +100,7 @@ class Backend:
         return receiver
 
     def refuse_replica(self) -> str:
-        """Return the reason why trainer ranks cannot send from a replica with this backend; empty if they can."""
+        """Return why trainer ranks cannot send from a replica (a copy of their weights) with this backend; empty if they can."""
         return ""
 
     # --- binding: in the controller ----------------------------------------------------------
@@ -154,7 +154,7 @@ class Backend:
         trainers: Sequence[ShardManifest],
         planner: Planner,
     ) -> tuple[Group, TransferPlan] | None:
-        """Choose the engine that sends its weights to `newcomer` in a catch-up; see `donors.find_donor`.
+        """Choose the engine that sends its weights to `newcomer`, an engine that is behind; see `donors.find_donor`.
 
         Returns:
             The engine and the plan of the copy; None if no candidate can send the right bytes.

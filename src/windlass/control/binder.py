@@ -1,5 +1,7 @@
 """Binding of the fleet: compile a plan from the manifests, send each rank its part, and exchange addresses.
 
+The plan says which source writes which bytes to which engine rank. A link is the part from one source to one engine rank.
+
 Binding pauses no engine. The controller binds after the fleet has changed, before the next round.
 """
 
@@ -112,7 +114,8 @@ class FleetBinder:
     and trainers keep their links to these engines.
 
     Args:
-        trainers: group of the sources; the ranks of an engine in a catch-up.
+        trainers: group of the sources: the trainer ranks, or the ranks of an engine that sends its weights to another
+            engine (a catch-up).
         engines: engines to bind.
         sessions: sessions of the ranks that are connected now. Ranks that join later are not part of the binding.
         planner: compiles the plan.

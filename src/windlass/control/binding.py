@@ -17,7 +17,7 @@ from windlass.transports.choice import LinkChoice
 
 @dataclass(frozen=True, kw_only=True)
 class Binding:
-    """A plan that every rank has bound to its memory. It has no links in a driven round.
+    """A plan that every rank has bound to its memory. It has no links in a driven round (see `driven`).
 
     Attributes:
         signature: processes for which the binding is valid; if a process is replaced, a new binding is needed.

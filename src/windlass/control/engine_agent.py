@@ -117,7 +117,7 @@ class Sleeper(Protocol):
         ...
 
     def stays_awake(self) -> AbstractContextManager[None]:
-        """Return a context manager that keeps the rank from falling asleep in its `with` block, and waits while it does so."""
+        """Return a context manager. `sleep` waits until the `with` block ends; a block that begins during `sleep` waits too."""
         ...
 
     def round_ended(self) -> None:

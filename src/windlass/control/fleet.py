@@ -109,7 +109,8 @@ class Group:
         lineage: lineage of the run that `version` belongs to.
         status: state of the engine; only `move` changes it.
         reason: cause of the state; empty if no fault is known.
-        catch_up: reason why the last catch-up of the engine failed; empty once the engine has published a version.
+        catch_up: reason why the last catch-up of the engine (a copy from another engine) failed; empty once the engine
+            has published a version.
         old_tensors: text about tensors with values of an earlier version, which no trainer sends; empty for none. Only a
             catch-up or a new process ends this.
     """
@@ -311,7 +312,7 @@ class Fleet:
 
     @staticmethod
     def serves(engine: Group) -> bool:
-        """Return whether an engine has the published version and answers commands, so that it can be a donor."""
+        """Return whether an engine has the published version and answers commands, so that another engine can copy from it."""
         return engine.status in {EngineStatus.SERVING, EngineStatus.NOT_RESUMED}
 
     # --- ranks that come and go --------------------------------------------------------------

@@ -1,4 +1,7 @@
-"""State of the links of a round: which are written, verified, or being written. No I/O."""
+"""State of the links of a round: which are written, verified, or being written. No I/O.
+
+A link is the pair of a source and a destination to which the source writes.
+"""
 
 from __future__ import annotations
 
