@@ -493,7 +493,11 @@ class TensorFile(Closing):
         self._file.close()
 
     def _header(self) -> dict[str, _Stored]:
-        """Return name -> place of each tensor, with offsets in the file."""
+        """Return name -> place of each tensor, with offsets in the file.
+
+        Raises:
+            OSError: the header is incomplete or malformed, or a tensor does not fill its bytes or lies outside the file.
+        """
         nbytes = os.fstat(self._file.fileno()).st_size
         length = bytearray(_LENGTH_NBYTES)
         self._fill(memoryview(length), 0)

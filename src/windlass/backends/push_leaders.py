@@ -1,4 +1,4 @@
-"""Controller side of `push`: leaders of the trainer drive a round themselves, call by call.
+"""Controller side of `push`: leaders (trainer ranks that send) drive a round (one update) themselves, call by call.
 
     pause_generation      the first leader begins the round; engines pause (PREPARE)
     init group, update    all engines carry out one call at a time (WRITE)

@@ -342,7 +342,7 @@ class RelayingReceiver:
         return self._receiver.connect(plan, mode)
 
     def listen(self) -> RelayAddress:
-        """Return the address at which upstreams connect. The first call starts to listen."""
+        """Return the address at which upstreams (ranks that write to this rank) connect. The first call starts to listen."""
         return self._node.open()
 
     def carry_out(self, command: Command, round_id: RoundId) -> Result | None:

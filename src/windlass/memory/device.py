@@ -347,7 +347,7 @@ class _ChunkDigests(GpuTables, Digests[int]):
 
 @final
 class _CudaPack(GpuTables):
-    """Tables of pieces for each turn."""
+    """Tables of pieces for each turn. A turn packs the part of a payload that fits into one place of packing memory."""
 
     def __init__(
         self, gpu: Gpu, program: LinkProgram, addresses: UInt64Array, places: Sequence[range]

@@ -1,4 +1,9 @@
-"""Execution of plans, and the registered memory that it uses."""
+"""Execution of plans, and the registered memory that it uses.
+
+A plan says which source writes which bytes to which destination. A link is the part of a plan from one source to one
+destination. It consists of ops: each op moves one box of elements. A link's payload is the bytes of its ops, in plan order.
+A write or kernel is late if it did not end by its deadline, so that it may still run.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Binds the links of a sending rank to the addresses of its destinations, after checks of plan and addresses."""
+"""Binds the links of a sending rank to the addresses of its destinations, after checks of plan and addresses.
+
+A link is the part of a plan from one source to one destination.
+"""
 
 from __future__ import annotations
 
@@ -194,7 +197,7 @@ class SentLinks:
     def with_copies(
         self, copies: Mapping[str, str], bindings: Mapping[str, DestinationBinding]
     ) -> tuple[SentLinks, tuple[LinkProgram, ...]]:
-        """Return these links plus one link to each member of a relay group after the first member.
+        """Return these links plus one link to each member of a relay group (engine ranks with equal links) after the first.
 
         The transport itself writes to these members. A link to such a member has the same bytes as the planned link to the
         first member of its group.

@@ -581,7 +581,8 @@ class _State:
     Attributes:
         tensors: per tensor, its address and the number of writes that torch has counted; (0, 0) for tensors that
             engines do not get.
-        merged: `id` of each PEFT layer with merged adapters, and the names of these adapters -> path of the layer.
+        merged: for each PEFT layer with merged adapters: (`id` of the layer, names of these adapters) -> path of the
+            layer.
     """
 
     tensors: Sequence[tuple[int, int]] = ()

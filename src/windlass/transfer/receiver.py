@@ -44,7 +44,7 @@ class RemoteMemory(Protocol):
     def addresses(self) -> tuple[int, ...]: ...
 
     def fetch(self) -> None:
-        """Read all live parameters from the other process into the copies in this process. Wait until these are complete.
+        """Read all live parameters from the other process into the copies in this process. Wait until the copies are complete.
 
         Raises:
             TransferError: the copies are incomplete.

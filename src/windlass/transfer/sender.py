@@ -59,7 +59,9 @@ _log = logging.getLogger(__name__)
 
 @final
 class Sender:
-    """Sender of one trainer rank, or of an engine rank in a catch-up. Thread-safe: its methods run one at a time.
+    """Sender of one trainer rank, or of an engine rank that sends its weights to another engine (a catch-up).
+
+    Thread-safe: its methods run one at a time.
 
     Without a replica, the parameters must not change from `prepare` to the end of the round. With a replica,
     `prepare` copies the parameters, and the sender sends the copy. So the parameters may change after `prepare`.

@@ -1,4 +1,8 @@
-"""Binds a sending rank: its links, and the memory that they are sent from (arena, replica, registered parameters)."""
+"""Binds a sending rank: its links, and the memory that they are sent from.
+
+A link is the part of a plan from this rank to one destination. It is sent from the arena (memory for packed bytes), from
+the replica (a copy of the weights), and from registered parameters.
+"""
 
 from __future__ import annotations
 

@@ -212,7 +212,7 @@ def _refuse_tied(layer: _PeftLayer, base: str, merged: Mapping[str, set[int]]) -
         merged: for all layers, name of a base parameter -> result of `merged_parameters`.
 
     Raises:
-        PlanError: an adapter is merged into a base that is tied in this way.
+        PlanError: an adapter is merged into such a base.
     """
     here = layer.merged_parameters()
     other = next((name for name in layer.bases if merged.get(name, set()) != here), None)
@@ -228,6 +228,9 @@ def _refuse_others(layer: _PeftLayer, published: Collection[str]) -> None:
     """Raise if engines with the published adapters would compute other values than the trainer.
 
     The engines add only the published adapters to their own base. They use the scale from the configuration.
+
+    Raises:
+        PlanError: another adapter is active or merged, or a published adapter has another scale than its configuration.
     """
     served = layer.adapters_in(published)
     for adapter in layer.adapters:

@@ -166,7 +166,7 @@ class PeerLiveness:
             ) from error
 
     def has_ended(self, *, reconnect: bool = True) -> bool:
-        """Return whether the peer's process or transport has ended.
+        """Return True if the peer's process has ended, or the peer or this process has closed its transport.
 
         Args:
             reconnect: whether to reconnect if the connection is broken. The call may then take `RECONNECT_S`
@@ -225,7 +225,7 @@ class PeerLiveness:
                 connection.close()
 
     def _reconnect(self) -> bool:
-        """Try to connect again, unless another thread has done so. Return whether the peer has ended, or `close` was called.
+        """Try to connect again, unless another thread has done so. Return True if the peer has ended or `close` was called.
 
         The peer has ended if its address refuses the connection or belongs to another process.
         If the attempt times out, return False, because the peer may still be alive.

@@ -40,7 +40,7 @@ class GpuTables:
         self._held: list[Callable[[], None]] = []
 
     def close(self) -> None:
-        """Free all tables and digest words, unless late kernels may still use them. Idempotent."""
+        """Free all tables and digest words, unless kernels past their deadline may still use them. Idempotent."""
         held, self._held = self._held, []
         if not self._gpu.is_late:
             for free in held:

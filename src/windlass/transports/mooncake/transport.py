@@ -189,7 +189,7 @@ class _Call(NativeCall):
         self.seconds = 0.0
 
     def look(self) -> Outcome:
-        """Return whether the call still runs, or how it ended."""
+        """Return the state of the call: PENDING while it runs, then DONE or FAILED."""
         if self.code is None:
             return Outcome.PENDING
         return Outcome.DONE if self.code == 0 else Outcome.FAILED
