@@ -70,7 +70,8 @@ class EngineClient(Closing):
         token: secret of the controller.
         world_size: number of ranks of the engine.
         url: address where the engine serves requests; set on rank 0 only.
-        can_send: whether this engine may send its weights to other engines (in a catch-up or a relay).
+        can_send: whether this engine may send its weights to other engines: to one that is behind (a catch-up), or to
+            pass on the bytes of an update (a relay).
         serves_own_weights: True to serve requests with the initial weights until a version is published;
             False to stay paused until then.
         comes_to_rest: whether `hooks` of this rank can pause the engine and keep its running requests. False if the

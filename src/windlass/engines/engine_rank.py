@@ -1,5 +1,7 @@
 """A rank of a third-party engine: captures its layout once, then joins one fleet after another.
 
+In a round (one update), the controller of the fleet pauses the engine, and peers write a version into its weights.
+
 The agent runs in a thread of the rank's process. It pauses and resumes the engine through the engine's own HTTP API.
 Only the engine's main loop knows when its last step has ended; the loop reports the end through `QuiesceGate`.
 """

@@ -153,7 +153,8 @@ class Captured:
         unread: names in `unplaced` that the engine's loader did not read.
         recompute: partial load by the engine's own loader after every update; None if none is needed.
         roundings: roundings of received values, done after every update and before `repacks`.
-        later: object that refills mirrors after every update, and searches for new mirrors.
+        later: object that refills mirrors (the engine's own copies of weights) after every update, and searches for new
+            mirrors.
         seconds: duration of each stage of the capture.
     """
 

@@ -54,7 +54,7 @@ class Layers:
         """Return the layers of a checkpoint, or None if capture could skip less than half of the checkpoint's tensors.
 
         `held` has the tensors of this rank, by name. A rank of a pipeline stage has only some of the layers. From each group
-        of identical layers, capture loads one layer. If this rank has layers of the group, it is one of these.
+        of identical layers, capture loads one layer. If this rank has layers of the group, capture loads one of these.
         """
         here = {int(found[2]) for name in held if (found := _LAYER.fullmatch(name))}
         members = defaultdict[tuple[str, int], list[int]](list)

@@ -249,7 +249,7 @@ class Scheduler:
                     self._append(request, *row)
 
     def _has_work(self) -> bool:
-        """Return whether a pause is wanted, or requests exist and generation is not paused."""
+        """Return whether the loop must act: a pause is wanted, or there are requests and generation is not paused."""
         runs = not self._paused and bool(self._running or self._waiting)
         return runs or self._pause_wanted is not None
 

@@ -81,7 +81,7 @@ class SleepingWeights:
 
     @contextmanager
     def stays_awake(self) -> Iterator[None]:
-        """Keep the memory in the `with` block: `sleep` waits until the block ends. Wait first while `sleep` runs."""
+        """Keep the memory in the `with` block: `sleep` waits until the block ends. If `sleep` runs now, wait for it first."""
         with self._awake:
             yield
 

@@ -256,6 +256,7 @@ def _capture_layout(model: torch.nn.Module, order: Step, rank: int) -> tuple[Cap
     """Capture the layout. Return the layout, and the result of `orders_change_nothing`.
 
     Raises:
+        ConfigError: see `checkpoint_specs`.
         UnsupportedLayout: see `capture`. Or the engine has pipeline stages, and SGLang changes tensors before or after
             an order.
     """

@@ -6,9 +6,9 @@ SGLang frees memory by tag (`weights`, `kv_cache`, `cuda_graph`) at `/release_me
 - A rank that updates now refuses to sleep, and so do all other ranks.
 - Running requests return to the queue, and are computed again after the engine has woken. SGLang would end instead.
 - The answer is sent when all ranks have freed their memory.
-- Wrong or repeated tags change nothing. SGLang, or its memory saver, would end.
+- Wrong or repeated tags change nothing. SGLang, or its memory saver, would end instead.
 - Memory is mapped only if every rank has enough of it. The memory saver would end the process instead.
-- The scheduler stays paused until all memory is mapped and a round has filled the weights.
+- The scheduler stays paused until all memory is mapped and a round (one update) has filled the weights.
 - Tensors that neither an update nor SGLang fills again are copied to host memory and back.
 - With `--enable-weights-cpu-backup`, the weights count as lost unless every byte has come back.
 

@@ -54,7 +54,8 @@ def capture_adapter(
     A failed capture restores the old copy.
 
     Raises:
-        UnsupportedLayout: vLLM does not serve exactly one adapter; see also `capture`.
+        ConfigError: see `adapter_of` and `checkpoint_specs`.
+        UnsupportedLayout: vLLM does not serve exactly one adapter; see also `capture` and `adapter_of`.
     """
     from vllm.lora.request import LoRARequest
 

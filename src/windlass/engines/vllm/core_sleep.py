@@ -1,4 +1,4 @@
-"""Sleep mode in vLLM's EngineCore: the scheduler stays paused until a round has filled the weights.
+"""Sleep mode in vLLM's EngineCore: the scheduler stays paused until a round (one update) has filled the weights.
 
 vLLM's `/sleep` pauses the scheduler and frees memory in all workers. `/wake_up` maps the memory again by tag, and resumes
 the scheduler when all memory is back. A round of Windlass can come at any time in between:
@@ -35,7 +35,7 @@ class _Turn:
     """State of this process's EngineCore from its sleep to the end of the next round.
 
     Attributes:
-        may_be_lost: whether no round has ended since the engine slept at level 2, or since a round woke the weights.
+        may_be_lost: True if the engine slept at level 2, or a round woke the weights, and no round has ended since.
         is_in_round: whether a round writes the weights.
         resumes: whether the scheduler shall resume as soon as it may.
         woke: whether a round woke the weights, so that `go_on` also wakes the KV cache.

@@ -3,9 +3,9 @@
 vLLM frees the memory of the weights and of the KV cache, and keeps the addresses. Updates write the weights, and compute
 derived values again.
 
-- At level 1, vLLM copies the memory of the weights to host memory and back. If a round wakes the weights, `WorkerSleep`
-  copies back only the bytes that the update does not write, because these copies take longer than the update. The values
-  of the weights are then lost until the round has filled them.
+- At level 1, vLLM copies the memory of the weights to host memory and back. If a round (one update) wakes the weights,
+  `WorkerSleep` copies back only the bytes that the update does not write, because these copies take longer than the
+  update. The values of the weights are then lost until the round has filled them.
 - At level 2, vLLM restores only the buffers of the served model. All other tensors that no update fills (plain attributes,
   models that no update reaches) would be lost, so `WorkerSleep` copies them to host memory and back.
 

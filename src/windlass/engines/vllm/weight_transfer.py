@@ -11,6 +11,8 @@
   (`windlass.engines.vllm.worker.VllmApi`). This is faster, because HTTP requests wait for the API server's event loop,
   which also streams all tokens.
 
+A round is one attempt of the controller to publish a version: it writes the version into all engines of the fleet.
+
 Methods that vLLM calls in all workers return the reason of a failure instead of raising. If a worker raises, vLLM does
 not read the results of the other workers: its next call reads them instead of its own results.
 """
