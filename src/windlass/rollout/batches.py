@@ -1,4 +1,8 @@
-"""Training batches: the controller's process puts them into a queue, and trainer ranks request their shards."""
+"""Training batches: the controller's process puts them into a queue, and trainer ranks request their shards.
+
+A held tensor is a large tensor of a sample. Its elements stay in the process that made it, until a rank gets them with its
+batch (`windlass.rollout.held`).
+"""
 
 from __future__ import annotations
 
@@ -669,6 +673,7 @@ class BatchClient(Closing):
 
         Raises:
             TransferError: a write failed; see `RankTensors.fetch`.
+            WindlassError: the controller refused a request or did not answer; see `_ask`.
         """
         whole, lost = self._fetched(batch, rank, world_size, deadline)
         keys = tuple(held_in(batch.samples))

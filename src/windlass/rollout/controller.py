@@ -525,8 +525,8 @@ class RolloutController:
         has been trained.
 
         The groups keep their ids, answers and versions. No group counts as too old, because the trainer trains on each
-        group again from the same step as the first time. The controller does not keep held tensors, so it generates a group
-        with held tensors again.
+        group again from the same step as the first time. The controller does not keep held tensors (large tensors in the
+        memory of workers), so it generates a group with held tensors again.
 
         Returns:
             New handles of the groups, in the order of their delivery.

@@ -5,6 +5,8 @@ A rollout that was submitted alone skips BUFFERED. A rollout is PARKED while no 
 its workflow, and moves to QUEUED when such a worker exists. After an error a RUNNING rollout moves to BACKOFF, and
 after the backoff to QUEUED. If the answer of a RUNNING or BUFFERED rollout is or will be too old, `OnStale` decides
 whether the rollout moves to the front of the WAITING queue or its whole group ends.
+
+A held tensor is a large tensor of an answer, whose elements stay in the worker's memory (`windlass.rollout.held`).
 """
 
 from __future__ import annotations

@@ -146,7 +146,7 @@ class Turn(msgspec.Struct, frozen=True, gc=False):
 class TurnIncrement(msgspec.Struct, frozen=True, gc=False, omit_defaults=True):
     """A `Turn` without the tokens that its prompt shares with an earlier turn; see `trajectories.increments`.
 
-    Without this, the size of a conversation's outcome grows with the square of the number of turns. A journal that was
+    Without this type, the size of a conversation's outcome grows with the square of the number of turns. A journal that was
     written before Windlass had this type contains whole turns. They are increments without shared tokens.
 
     Attributes:
@@ -479,8 +479,8 @@ class TrainingBatch(msgspec.Struct, frozen=True):
     """Training data of one trainer rank for one step.
 
     Attributes:
-        must_confirm: whether samples of this step, of any rank, have held tensors. Every rank must then confirm that it has
-            its tensors, see `BatchClient.next_batch`.
+        must_confirm: whether samples of this step, of any rank, have held tensors (large tensors that stay in the process
+            that made them). Every rank must then confirm that it has its tensors, see `BatchClient.next_batch`.
     """
 
     step: int

@@ -7,6 +7,8 @@ after the connection is lost. The controller keeps a task until the worker repor
 worker keeps an outcome until the controller acknowledges the outcome. The worker's next batch of outcomes carries
 the report, and the controller's next batch of tasks carries the acknowledgement. At the start of a connection, both
 sides compare their state, and send again the frames that were lost with the previous connection.
+
+A held tensor is a large tensor of an answer, whose elements stay in the worker's memory (`windlass.rollout.held`).
 """
 
 from __future__ import annotations

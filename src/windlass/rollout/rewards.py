@@ -205,7 +205,8 @@ class RewardProcess:
         """Return the reward of a rollout. After any error except `_RaisedError`, the caller must end the process.
 
         Raises:
-            RewardError: the function raised, or the process ended or did not answer within `deadline_s`.
+            RewardError: the function raised; or the process ended, sent an invalid frame, or did not answer within
+                `deadline_s`.
             ConfigError: the rollout's `metadata` or its `value` is not msgpack-plain.
         """
         try:

@@ -159,7 +159,8 @@ class RouterUpdates:
     """Background tasks that notify routers, so that no round and no rollout waits for a router.
 
     Each router is notified after every update, and when an engine joins, leaves or falls behind. There are no
-    notifications before the first publish, and none during a round, because a round pauses engines only briefly.
+    notifications before the first publish, and none during a round (an update), because a round pauses engines only
+    briefly.
     Until a router is notified, it may send requests to an engine that is paused or has old weights. A failed
     notification is tried `RouterConfig.num_tries` times, and again at the next change.
 

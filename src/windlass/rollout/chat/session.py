@@ -561,7 +561,9 @@ class ChatSession:
                 del self._making[key]
 
     async def wait_for_reply(self, key: bytes, making: Making) -> Reply:
-        """Wait for a reply that the session makes or has made. If no other request waits, a cancellation cancels its task.
+        """Wait for a reply that the session makes or has made.
+
+        If this call is cancelled and no other request waits for the reply, cancel the task that makes the reply.
 
         Raises:
             ApiError, ConfigError: see `answer`.
