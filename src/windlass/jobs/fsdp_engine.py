@@ -339,6 +339,10 @@ class FsdpEngine(TrainEngine):
 
         Returns:
             Data-parallel rank of this rank, and number of data-parallel ranks.
+
+        Raises:
+            ConfigError: see `ParallelSizes.axes`.
+            WindlassError: this rank could not connect to the fleet; see `connect_trainer`.
         """
         axes = self._sizes.axes(context.world_size)
         start_process_group(context, self._backend, self._device)
@@ -405,6 +409,9 @@ class FsdpEngine(TrainEngine):
             The mean loss and the other scalars that the loss function returns. Also `grad_norm`, the gradient norm
             before clipping; `lr`, the learning rate of this step, if there is a schedule; and
             `LOGPROB_DIFFERENCE` in step 0, if the settings of sampling are known.
+
+        Raises:
+            ConfigError: `setup` was not called yet; or see `micro_batches`.
         """
         if self._prepare is not None:
             groups = self._prepare(groups)

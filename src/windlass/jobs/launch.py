@@ -254,8 +254,8 @@ async def _run_in(
 def _check_last_update(summary: JobSummary, version: int) -> None:
     """Raise WindlassError if the job's last version (`version`) was not published. Do nothing if a signal stopped the job.
 
-    If the trainers publish from replicas, the last update may end while the job closes the ranks. No other code checks
-    the result of this update.
+    If the trainers publish from replicas (copies of the weights), the last update may end while the job closes the ranks.
+    No other code checks the result of this update.
     """
     if not summary.stopped_by and summary.version < version:
         raise WindlassError(

@@ -259,6 +259,9 @@ class MegatronEngine(TrainEngine):
         Returns:
             The mean loss and `skipped` (1 for a skipped step, otherwise 0). Also `grad_norm`, the gradient norm, if
             Megatron computes it, and `lr`, the learning rate of this step, if there is a schedule.
+
+        Raises:
+            ConfigError: `setup` was not called yet; or see `micro_batches`.
         """
         optimizer = self._existing_optimizer()
         pieces = micro_batches(groups, self._num_groups, self._loss_mean, self._device)

@@ -84,7 +84,8 @@ class Recipe(ABC):
     def tasks(self) -> Iterator[Task]:
         """Yield tasks. The job ends after the last task.
 
-        The job submits each task as soon as the staleness bound admits its group, and then takes the next task.
+        The job submits each task as soon as the staleness bound (`rollout.max_staleness`) admits its group, and then takes
+        the next task.
 
         Runs in a thread, so this method may block, for example while it reads a dataset.
         """

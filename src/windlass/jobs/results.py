@@ -35,7 +35,7 @@ class JobSummary(msgspec.Struct, frozen=True, kw_only=True):
         version: version that was published last; -1 for none.
         trainer_restarts: number of restarts of the trainer ranks.
         stopped_by: number of the signal that ended the job; 0 for none.
-        outcomes: outcomes of the newest 1024 rounds, oldest first.
+        outcomes: outcomes of the newest 1024 rounds (weight updates), oldest first.
         rollouts: counts of rollouts at the end, before the job cancelled outstanding rollouts.
         rewards: counts of scored and unscored rollouts, with reasons; None without `[rewards]` in the job.
     """

@@ -69,7 +69,7 @@ BROKEN_GRACE_S = 1.0
 
 
 class _RankEnded(Exception):
-    """The process of a rank has ended. Other ranks may fail because of this; a call raises this error instead of theirs."""
+    """The process of a rank has ended. If other ranks fail as a consequence, a call raises this error, not their errors."""
 
 
 class _RankFailed(TrainerError):
@@ -364,8 +364,8 @@ class TrainController:
     async def publish(self, version: int, *, deadline_s: float) -> None:
         """Publish the weights of all ranks as `version`. When this method returns, training may change the weights.
 
-        This method returns when engines serve the version. If all ranks send from replicas, it returns earlier: as soon
-        as the weights are copied to the replicas. The next call of `publish` first waits until this update ends,
+        This method returns when engines serve the version. If all ranks send from replicas (copies of their weights), it
+        returns as soon as the weights are copied. The next call of `publish` then first waits until this update ends,
         and raises an error if the update failed. The first call always waits until engines serve the version,
         because before this call engines serve no version of this job.
 

@@ -248,7 +248,7 @@ def _kept_distances(
     """Return two distances per sample between the engine's and the checker's log-probabilities.
 
     A distance is the mean absolute difference over the sample's tokens. For the first distance, the checker computes each
-    token with the version that the token names. For the second distance, it uses the version before that.
+    token with the version that the token names. For the second distance, it uses the version before the named version.
 
     Like an engine that continues requests after an update, the checker reuses the keys and values that older versions
     computed for earlier tokens.
@@ -282,7 +282,7 @@ def _fresh_distances(
     """Return two distances per sample between the engine's and the checker's log-probabilities.
 
     A distance is the mean absolute difference over the sample's tokens. For the first distance, the checker computes each
-    token with the version that the token names. For the second distance, it uses the version before that.
+    token with the version that the token names. For the second distance, it uses the version before the named version.
 
     The checker uses one version for a token and its whole context. One forward pass per version covers all tokens that
     name the version: the model is causal, so later tokens do not change the result.

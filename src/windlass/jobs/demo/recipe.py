@@ -188,8 +188,9 @@ class DemoRecipe(Recipe):
     async def before_step(self, step: int, samples: Sequence[TrainingSample]) -> None:
         """Record the samples of the step. If engines and trainers take turns, put the engines to sleep.
 
-        If the demo kills an engine, wait before the last step until this engine has connected again. It cannot copy the
-        last version from the other engine, which has another dtype. So it must take part in the last update.
+        If the demo kills an engine, wait before the last step until this engine has connected again. The killed engine
+        cannot copy the last version from the other engine, which has another dtype. So it must take part in the last
+        update.
         """
         config, version = self._config, self._controller.coordinator.fleet.published
         self.clock.stepping(samples, version)

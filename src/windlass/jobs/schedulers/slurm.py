@@ -162,7 +162,8 @@ class _Job:
     Attributes:
         client: process of `sbatch --wait`, which ends after the job.
         num_cpus: number of cores of the job on each node.
-        lease: connection of the first node after it has sent the lease; None before. The job ends when it is closed.
+        lease: connection of the first node after the node has sent the lease; None before. The job ends when this
+            connection is closed.
         address: address of the first node, which has sent the lease.
         failure: text about the end of the job; empty while `sbatch` runs.
         is_known: event that is set when the first node has sent the lease, or when the job has ended without a lease.
