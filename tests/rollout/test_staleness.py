@@ -385,11 +385,11 @@ async def test_only_a_whole_group_can_be_declined_and_only_once() -> None:
     for _ in range(2):
         bench.dispatch()
         bench.finish(OutcomeStatus.ACCEPTED, 0, 0)
-    with pytest.raises(RolloutError, match="must be one delivered result"):
+    with pytest.raises(RolloutError, match="must be delivered by this process"):
         bench.life.decline(["1", "2"])
     bench.hand_out()
     for wrong in (["1"], ["2", "1"], []):
-        with pytest.raises(RolloutError, match="must be one delivered result"):
+        with pytest.raises(RolloutError, match="must be delivered by this process"):
             bench.life.decline(wrong)
     bench.life.decline(["1", "2"])
     with pytest.raises(RolloutError, match="not declined yet"):

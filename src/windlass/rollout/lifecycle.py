@@ -846,8 +846,8 @@ class Lifecycle:
         together = tuple(task_ids)
         if not together or self._handed_out.get(together[0]) != together:
             raise RolloutError(
-                f"decline: rollouts {list(together)} must be one delivered result, among the newest "
-                f"{DECLINABLE} and not declined yet"
+                f"decline: result must be delivered by this process, among the newest {DECLINABLE} and not declined yet, got "
+                f"rollouts {list(together)}"
             )
         del self._handed_out[together[0]]
         self._drop_kept(together[0])
