@@ -260,6 +260,8 @@ class Listens(Protocol):
 def carry_out(half: object, command: Command, round_id: RoundId) -> Result | None:
     """Make a backend's sender (on a trainer rank) or receiver (on an engine rank) carry out a command.
 
+    Return the answer, or None to answer with `Done`.
+
     Raises:
         ProtocolError: the backend has no such command.
     """

@@ -228,7 +228,7 @@ class EngineAgent:
 
     @property
     def _unwritten_next(self) -> frozenset[str]:
-        """Names of the tensors that no version has written once the version of this round is published."""
+        """Value of `unwritten` after the version of this round is published."""
         kept = self._kept.names
         return kept if self.served_version < 0 else self.unwritten & kept
 

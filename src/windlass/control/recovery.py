@@ -171,9 +171,10 @@ class CatchUps:
             await self._connector.bind_ahead()
 
     async def bring_up(self) -> None:
-        """Bring up every engine that does not serve the published version, one at a time.
+        """Bring up every writable engine that does not serve the published version, one at a time.
 
-        If no engine serves the version, first let the trainers send it again, unless they may have changed their weights
+        First complete the engines in which only some ranks got the command to serve it (`Fleet.half_published`). If no
+        engine serves the version then, let the trainers send it again, unless they may have changed their weights
         (`trainers_stand_still` is False). The caller must hold the lock of the rounds.
         """
         for name, workers in self._fleet.half_published().items():
@@ -264,8 +265,9 @@ class CatchUps:
     async def _bring_up(self, newcomer: Group) -> None:
         """Copy the published version from another engine to `newcomer`, unless it serves this version already.
 
-        Make one attempt. Do nothing if no engine can be the donor, if too many attempts have failed, or if the delay
-        after the last failure has not passed. After a failure, start a task that makes the next attempt later.
+        Make one attempt. Do nothing if no engine can be the donor, if too many attempts have failed, if the delay after
+        the last failure has not passed, or if an absent trainer may still be writing into the engine. After a failure,
+        start a task that makes the next attempt later.
         """
         version = self._fleet.published
         if self._fleet.serves(newcomer):
