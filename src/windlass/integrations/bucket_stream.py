@@ -1,8 +1,9 @@
 """Streams of whole tensors from one sender to several receivers, bucket by bucket, by one-sided writes.
 
 A stream has a separate fleet, with the sender as the only trainer rank, every receiver as an engine, and the bucket as
-the only parameter. The sender publishes each bucket as one version, like weights: the bytes are verified, and go over
-the fastest transport that sender and receiver both have. If a process dies, the stream ends at once for all others.
+the only parameter. The sender publishes each bucket as one version, like weights, in a round of its own: the bytes are
+verified, and go over the fastest transport that sender and receiver both have. If a process dies, the stream ends at
+once for all others.
 """
 
 from __future__ import annotations

@@ -2,6 +2,9 @@
 
 with windlass.connect_trainer(model, controller=url, token=token) as trainer:
     trainer.publish(0)
+
+A round is the controller's attempt to publish one version: it begins when all trainer ranks have announced the version,
+and ends with a report. A replica is a copy of the weights, from which the rank sends.
 """
 
 from __future__ import annotations

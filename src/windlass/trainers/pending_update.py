@@ -1,4 +1,4 @@
-"""Number and handle of an update that a trainer rank publishes."""
+"""Number and handle of an update that a trainer rank publishes. A round is the controller's attempt to publish it."""
 
 from __future__ import annotations
 

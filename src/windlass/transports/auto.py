@@ -1,8 +1,8 @@
 """Several transports of one process behind one interface.
 
-A rank offers one endpoint per transport that starts on its host and can register its memory. The
-controller chooses for each link the fastest transport that both ranks offer (`choice.py`). A write uses
-the transport of the endpoint in its `WriteBatch`.
+A rank offers one endpoint per transport that starts on its host and can register its memory. The controller chooses for
+each link (a rank that writes, and a rank that gets the bytes) the fastest transport that both ranks offer (`choice.py`).
+A write uses the transport of the endpoint in its `WriteBatch`.
 """
 
 from __future__ import annotations

@@ -139,7 +139,9 @@ class WindlassTrainerEngine(TrainerWeightTransferEngine):  # type: ignore[misc]
         return cls(sync, client, source)
 
     def send_weights(self) -> SentWeights:
-        """Publish the current weights to every server, as version 1, 2 and so on. Collective; blocks.
+        """Publish the current weights to every server. Collective; blocks.
+
+        The first call publishes version 1, the next call version 2, and so on.
 
         Raises:
             WindlassError: see `WeightSync.send_weights`.

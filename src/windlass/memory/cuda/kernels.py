@@ -68,6 +68,7 @@ class PieceTable:
     """Pieces on the device, all with the same source dtype and the same destination dtype.
 
     Args:
+        device: GPU that stores the table.
         pieces: (n,) `PIECE`.
         kernel: name of the kernel that copies the pieces, without the suffix `_hashed`.
         dst_itemsize: bytes of one element at the destination.
@@ -140,6 +141,7 @@ class Kernels:
     """Kernels compiled for one device.
 
     Args:
+        device: GPU that runs the kernels.
         num_multiprocessors: largest number of multiprocessors that a launch uses, so that the engine
             can use the others; 0 for all.
 

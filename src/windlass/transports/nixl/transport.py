@@ -229,7 +229,7 @@ class NixlPeer(NetworkPeer):
 
     @property
     def is_in_use(self) -> bool:
-        """Whether a call to this peer has not ended, or the peer still has memory for words."""
+        """True if a thread waits for the end of a call to this peer, or a probe write did not end by its deadline."""
         return super().is_in_use or bool(self._words)
 
     def step_nbytes(self, region: RemoteRegion) -> int:
@@ -326,7 +326,7 @@ class NixlPeer(NetworkPeer):
         )
 
     def _word_arrives(self, deadline: Deadline) -> bool:
-        """Write one word to the peer's scratch memory, as a probe. Return whether the word has arrived.
+        """Write one word to the peer's page for probe writes. Return whether the word has arrived.
 
         The peer never reads the word, so a late arrival is harmless.
 
@@ -557,7 +557,7 @@ class NixlTransport(NetworkTransport[NixlPeer]):
     def _key_of(self, native: object, nbytes: int) -> str:
         """Return the key of one region.
 
-        The key includes the metadata of the scratch page, so that a peer can load the regions in any order.
+        The key includes the metadata of the page for probe writes, so that a peer can load the regions in any order.
         """
         step = self._step_nbytes if 0 < self._step_nbytes < nbytes else 0
         keys = [
