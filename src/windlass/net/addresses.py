@@ -171,8 +171,8 @@ def own_address(towards: str = "") -> str:
         towards: URL of the controller; empty for a process without a controller.
 
     Raises:
-        ConfigError: WINDLASS_HOST is not an address of this host, or this host has no address in the network; or
-            `towards` is not a URL.
+        ConfigError: WINDLASS_HOST is not an address of this host or is a wildcard; or this host has no address in the
+            network, or no route to it; or `towards` is not a URL.
         PeerUnreachable: WINDLASS_HOST is not set, and the host name of `towards` is unknown or there is no route to it.
     """
     wanted = environment_value(HOST_VARIABLE)
@@ -228,7 +228,7 @@ def _in_network(wanted: str) -> str:
     """Return this host's address in the network `wanted`, such as 10.1.0.0/16.
 
     Raises:
-        ConfigError: `wanted` is not a network, or this host has no address in it.
+        ConfigError: `wanted` is not a network, or this host has no address in the network or no route to it.
     """
     try:
         network = ipaddress.ip_network(wanted, strict=False)
@@ -245,7 +245,11 @@ def _in_network(wanted: str) -> str:
 
 
 def _source_towards(host: str, port: int) -> str:
-    """Return the source address that packets to `host` would have. Nothing is sent; raise OSError without a route."""
+    """Return the source address that packets to `host` would have. Nothing is sent.
+
+    Raises:
+        OSError: `host` is unknown, or there is no route to it.
+    """
     family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)[0]
     with socket.socket(family, kind, protocol) as probe:
         probe.connect(address)

@@ -92,8 +92,8 @@ class JournalFile(Generic[EntryT]):
     def is_long(self) -> bool:
         """True if the caller should compact the file with `rewrite`, or with `write_replacement` and `replace`.
 
-        The file is then larger than `compact_nbytes`, and has doubled in size since the last compaction, successful or
-        not.
+        The file then has at least `compact_nbytes` bytes, and has doubled in size since the last compaction, successful
+        or not.
         """
         return self.nbytes >= self._compact_at
 
@@ -182,8 +182,9 @@ class JournalFile(Generic[EntryT]):
     def replace(self, upto_nbytes: int) -> None:
         """Replace this file by the file that `write_replacement` wrote.
 
-        The entries of the new file stand for the first `upto_nbytes` bytes of this file. Before the
-        replacement, this method appends the lines after these bytes to the new file. Until the next `sync`, a power cut may restore the old file.
+        The entries of the new file stand for the first `upto_nbytes` bytes of this file. Before the replacement, this
+        method appends the lines after these bytes to the new file. Until the next `sync`, a power cut may restore the
+        old file.
 
         Raises:
             OSError: the file could not be replaced; this object still uses the old file, which is unchanged.

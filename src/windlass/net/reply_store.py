@@ -13,7 +13,7 @@ ResultT = TypeVar("ResultT")
 
 @final
 class ReplyStore(Generic[ResultT]):
-    """Replies to the calls of the newest two rounds. Calls of older rounds are refused as stale.
+    """Replies to the calls of the newest two rounds. New calls of a round before the newest are refused as stale.
 
     Attributes:
         newest: (epoch, round) of the newest call that was looked up.

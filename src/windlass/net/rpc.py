@@ -194,8 +194,8 @@ class Callee(ABC, Generic[CommandT, ResultT]):
     def failed(self, error: Exception, command: CommandT | None) -> ResultT:
         """Convert an error to a result, which the server gets as the reply. `command` is None if it cannot be decoded.
 
-        The error is the exception that `execute` raised, StaleMessage for a call that arrived too late, or the reason
-        why the command could not be decoded.
+        The error is the exception that `execute` raised, StaleMessage for a call that arrived too late, the reason why
+        the command could not be decoded, or an error of the executor.
         """
 
     def carry_out(

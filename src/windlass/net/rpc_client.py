@@ -165,8 +165,10 @@ class Client(Callee[CommandT, ResultT], Closing, Generic[CommandT, ResultT, Fram
 
         Raises:
             AuthenticationError: the token is wrong.
-            ProtocolError: the server refused this peer; the message contains the reason.
-            PeerUnreachable: this process cannot start a thread.
+            ConfigError: see `client_context`.
+            ProtocolError: the server refused this peer, or its first frame cannot be decoded; the message contains the
+                reason.
+            PeerUnreachable: this process cannot start a thread, or no connection was possible for `give_up_s`.
             PeerTimeout: the server sent no welcome within `deadline_s`.
         """
         self.start()
@@ -231,6 +233,10 @@ class Client(Callee[CommandT, ResultT], Closing, Generic[CommandT, ResultT, Fram
 
         This ends when the task is cancelled, the server refuses this peer or its token, or no connection was possible for
         `give_up_s`. At the end, the futures `welcomed` and `ended` get an exception unless they are done.
+
+        Raises:
+            ConfigError: see `client_context`.
+            Exception: any exception of a hook, such as `hello`.
         """
         try:
             await self._stay_connected()
