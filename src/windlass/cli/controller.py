@@ -45,8 +45,10 @@ async def fetch_overview(url: str, token: str, deadline_s: float) -> dict[str, A
     """Fetch and return `/v1/overview` of the controller at `url`, decoded from JSON.
 
     Raises:
-        ConfigError: `url` is not the URL of a server. AuthenticationError: the token is wrong.
-        PeerTimeout, PeerUnreachable: the server did not answer. ProtocolError: the server is not a controller.
+        ConfigError: `url` is not the URL of a server; see also `client_context`.
+        AuthenticationError: the token is wrong, or its role may not read the overview.
+        PeerTimeout, PeerUnreachable: the server did not answer.
+        ProtocolError: the server is not a controller.
     """
     with _errors_of(url, deadline_s):
         async with (

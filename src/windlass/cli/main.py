@@ -52,8 +52,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Parse `argv`, run one sub-command, return the exit status.
 
     A `WindlassError` is printed as one line, followed by its notes and advice. If a package is missing, the command
-    that installs it is printed. On Ctrl-C, the exit status is 130. Any other exception is a defect of Windlass and
-    propagates.
+    that installs it is printed. In both cases, the exit status is 2. On Ctrl-C, the exit status is 130. Any other
+    exception is a defect of Windlass and propagates.
     """
     arguments = list(sys.argv[1:] if argv is None else argv)
     chosen = next((word for word in arguments if not word.startswith("-")), "")

@@ -86,6 +86,9 @@ class FaultyTransport(WrappedTransport):
         """Write like `inner`. If `faults` contains a fault for the number of this write, inject the fault.
 
         If the fault is for another endpoint, write without a fault. No later write gets this fault.
+
+        Raises:
+            TransferFailed, TransferOutcomeUnknown: the fault raises this error (see `FaultKind`), or `inner` raised it.
         """
         with self._lock:
             number = self._num_writes

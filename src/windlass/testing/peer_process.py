@@ -76,7 +76,8 @@ def digest_of(data: bytes | memoryview) -> str:
 class PeerProcess(Closing):
     """Child process with one registered arena, whose bytes are all 0xEE at the start.
 
-    Every method that sends a command raises `PeerTimeout` if the child does not answer within `ANSWER_S`.
+    Every method that sends a command raises `PeerTimeout` if the child does not answer within `ANSWER_S` (the child is
+    then killed), and `ProtocolError` or `BrokenPipeError` if the child has ended.
 
     Args:
         config: transport of the child.
@@ -207,7 +208,11 @@ def _watch(arena: Arena, offset: int, number: int) -> None:
 
 
 def serve(config: TransportConfig, nbytes: int) -> None:
-    """Carry out commands from stdin until stdin is closed. The child process runs this function."""
+    """Carry out commands from stdin until stdin is closed. The child process runs this function.
+
+    Raises:
+        ProtocolError: a command is unknown.
+    """
     transport = create_transport(config)
     arena = Arena(transport, nbytes)
     arena.bytes[:] = 0xEE

@@ -50,7 +50,9 @@ def run(args: argparse.Namespace) -> int:
     """Print the record of a version or of one sample, or replay the sample; return the exit status.
 
     Raises:
-        ConfigError: the sample does not exist, `--replay` is given without `--sample`, or the URL of `--replay` is invalid.
+        ConfigError: the sample does not exist, `--replay` is given without `--sample`, or the URL of `--replay` is
+            invalid; see also `read_audit` and `replay`.
+        AttemptError: see `replay`.
     """
     audited = read_audit(args.folder / AUDIT, args.version)
     samples = audited.samples

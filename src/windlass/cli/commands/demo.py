@@ -275,8 +275,8 @@ def _checked_context(args: argparse.Namespace) -> int:
     """Check the checkpoint folder. Return the context that the demo needs: tokens of the longest prompt plus an answer.
 
     Raises:
-        ConfigError: the folder lacks a model or a tokenizer, the model's context is too short, or `--model` is given
-            too.
+        ConfigError: the folder lacks a model or a tokenizer, the model's context is too short for the prompts or for
+            `--max-new-tokens`, or `--model` is given too.
     """
     folder = args.checkpoint
     if args.model is not None:
@@ -369,7 +369,7 @@ def _check_transport(args: argparse.Namespace, transport: str, *, is_server: boo
 
 
 def _check_colocate(args: argparse.Namespace, transport: str) -> None:
-    """Check that engines can sleep with these options."""
+    """Check that engines can sleep, and that no other option excludes this."""
     is_server = args.engine != "embedded"
     if is_server and args.device != "cuda":
         if not ENGINES.find(args.engine).sleep_arguments:

@@ -61,7 +61,8 @@ def _checked_config(file: Path, *, runs_recipe: bool) -> LaunchConfig:
     If `runs_recipe`, also run the files of the recipe and of the reward function, and call `Recipe.check`.
 
     Raises:
-        ConfigError: a check found a mistake. The error lists the mistakes of all checks.
+        ConfigError: a check found a mistake. The error lists the mistakes of all checks. If the file gives no valid
+            configuration (`read_job`), no further check runs.
     """
     from windlass.jobs.config import check_all, error_of, name_file, read_job
     from windlass.jobs.launch import check_host, check_job

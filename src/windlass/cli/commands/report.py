@@ -44,7 +44,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Print every published update in the controller's overview, and write the requested files."""
+    """Print every published update in the controller's overview, and write the requested files.
+
+    Raises:
+        ConfigError: an option has an invalid value.
+        AuthenticationError, PeerTimeout, PeerUnreachable, ProtocolError: see `fetch_overview`.
+    """
     if args.links < 1:
         raise ConfigError(f"report: --links must be >= 1, got {args.links}")
     if args.ceiling_gbps is not None and not args.ceiling_gbps > 0:
