@@ -326,9 +326,9 @@ class ManifestBuilder:
 
         Raises:
             ManifestError: a box is outside its tensor, a shard reaches outside its parameter, an
-                alias names an unknown tensor, or a quantised weight has no matching scales. The
-                manifest of an engine must meet two more rules: the shards and padding of a parameter
-                add up to its size, and no elements of one shard share bytes.
+                alias names an unknown tensor, or a quantised weight is not a matrix or has no matching
+                scales. The manifest of an engine must meet two more rules: the shards and padding of a
+                parameter add up to its size, and no elements of one shard share bytes.
         """
         rows = self._rows
         manifest = ShardManifest(

@@ -24,7 +24,7 @@ class Point:
         at_s: seconds since the start.
         completed, too_old, stopped_early, dropped, rejected, wasted_tokens: as in `RolloutStats`.
         samples: samples given to trainers.
-        tokens: generated tokens of these samples.
+        tokens: trained tokens of these samples.
         staleness: sum of the ages of these samples, in versions.
         version: published version.
         outstanding: number of outstanding rollouts, see `RolloutStats`.

@@ -28,8 +28,8 @@ class LiveView:
     """Context manager that shows a live view on a terminal. It does nothing if `can_draw` is false.
 
     If other code printed a line over the view, both would become unreadable. Inside the `with` block, `sys.stdout` and
-    `sys.stderr` are therefore replaced by streams that print above the view. Log lines use these streams too, because
-    the handler of `configure_logging` looks up `sys.stderr` for every line.
+    `sys.stderr`, if they are terminals, are therefore replaced by streams that print above the view. Log lines use
+    these streams too, because the handler of `configure_logging` looks up `sys.stderr` for every line.
 
     Args:
         console: the terminal.
@@ -168,7 +168,10 @@ class _Above:
 
 
 def can_draw(console: Console) -> bool:
-    """Return whether a live view can be drawn: the console is a terminal, and neither stdout nor stderr is a pipe."""
+    """Return whether a live view can be drawn.
+
+    The console must be a terminal, and neither stdout nor stderr may be a pipe or a socket.
+    """
     # If FORCE_COLOR is set, rich treats even a file as a terminal.
     has_cursor = console.is_interactive and console.file.isatty()
     # The reader of a pipe may print to this terminal (`| tee log`) and so damage the view.

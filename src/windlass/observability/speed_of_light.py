@@ -58,7 +58,7 @@ class SpeedOfLight:
 
     @property
     def wire_fraction(self) -> float:
-        """`limit_s` divided by the wire time. A value above 1 means that `ceiling_gbps` is too low."""
+        """`limit_s` divided by the wire time. Above 1, `ceiling_gbps` or `num_links` is too low."""
         return self.limit_s / self.report.wire_s if self.report.wire_s else 0.0
 
     @property

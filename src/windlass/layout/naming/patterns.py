@@ -52,7 +52,8 @@ def renaming(
 
     If a wrapper such as FSDP1 or PEFT has changed the trainer's names, the advice says how to remove the wrapper.
     Otherwise, try to change the prefix or the last part of the names. If exactly one change finds a trainer tensor for
-    every missing tensor, the advice contains this change as a `name_map`. If not, it only lists the trainer's names.
+    every missing tensor, the advice contains this change as a `name_map`. If not, the advice only lists the trainer's
+    names and says that a `name_map` is needed.
 
     Args:
         missing: names and shapes of tensors that an engine needs and no trainer has.

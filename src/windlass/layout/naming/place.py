@@ -238,6 +238,9 @@ def _grouped(part: _Part, geometry: Geometry, num_local: int) -> Iterator[Placed
 
     `weight1` has shape `(hidden, experts * 2 * inner)`, but its memory is ordered as `(experts, hidden, 2 * inner)`.
     `weight2` has shape `(experts * inner, hidden)`. Each expert's matrix is transposed relative to the checkpoint.
+
+    Raises:
+        ManifestError: the number of elements contradicts `geometry`.
     """
     hidden, numel = geometry.hidden_size, math.prod(part.shape)
     per_expert = part.even(numel, num_local)
