@@ -124,7 +124,8 @@ class TrainerBinding:
         """Make `sender` a sender of `backend`. If the backend changes, close the sender of the previous backend.
 
         Raises:
-            ConfigError: the backend cannot use the replica of this rank.
+            ConfigError: the backend cannot use the replica of this rank (the copy of its parameters); see also
+                `backend_of`.
         """
         if backend == self._backend:
             return

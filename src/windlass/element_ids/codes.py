@@ -254,7 +254,7 @@ class Codes:
 
         One batch for many small tensors saves kernel launches; a model has thousands of small tensors. All tensors of a
         batch have one dtype, and either all or none of them are in `chosen`. A batch of several tensors has at most
-        `chunk_on` elements.
+        `chunk_on` elements, and the high 32 bits of their numbers are the same.
         """
         batch: list[CheckpointSpec] = []
         first = last = 0

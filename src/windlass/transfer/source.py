@@ -124,6 +124,7 @@ class SourceMemory:
             PlanError: the plan was made for another layout or quantises, or a destination has no binding; see also
                 `locate`.
             BindingsRefused: this rank's parameters are on a GPU and a destination's are in host memory, or vice versa.
+            TransferFailed, TransportUnavailable: see `memory_at`.
         """
         self.close()
         check_part(self.manifest, plan.sources, plan.source_digests, "sources")

@@ -54,7 +54,8 @@ class Layers:
         """Return the layers of a checkpoint, or None if capture could skip less than half of the checkpoint's tensors.
 
         `held` has the tensors of this rank, by name. A rank of a pipeline stage has only some of the layers. From each group
-        of identical layers, capture loads one layer. If this rank has layers of the group, capture loads one of these.
+        of identical layers, capture loads one layer, and one of this rank's layers if the group has any. Capture loads all
+        tensors of a layer whose tensors do not follow one another in the checkpoint.
         """
         here = {int(found[2]) for name in held if (found := _LAYER.fullmatch(name))}
         members = defaultdict[tuple[str, int], list[int]](list)
