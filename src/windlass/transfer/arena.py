@@ -68,7 +68,7 @@ class Arena(Closing):
 
     Raises:
         ConfigError: `nbytes` < 1.
-        TransferFailed: there is too little memory.
+        TransferFailed, TransportUnavailable, OSError: there is too little memory.
         RegionError: the transport cannot register the memory.
     """
 

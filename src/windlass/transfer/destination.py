@@ -42,7 +42,7 @@ class ShadowCopy:
         addresses: address of each parameter's copy, in manifest order.
 
     Raises:
-        TransferFailed: there is too little memory.
+        TransferFailed, TransportUnavailable, OSError: there is too little memory.
     """
 
     def __init__(
@@ -62,6 +62,7 @@ class ShadowCopy:
         """Copy all elements, but not padding, to the live parameters, and wait until they are copied. Idempotent.
 
         Raises:
+            TransferFailed: the GPU reports an error, or has too little memory for the tables of the copies.
             TransferOutcomeUnknown: GPU kernels did not end within `OWN_WORK_S`.
         """
         if self._flip is None:
@@ -167,8 +168,9 @@ class Destination:
                 the transport writes them in place.
 
         Raises:
-            PlanError: the plan is for another layout.
-            TransferFailed: there is too little memory.
+            PlanError: the plan is for another layout; see also `memory`.
+            TransportUnavailable: see `memory` and `ShadowCopy`.
+            TransferFailed, OSError: there is too little memory, or the GPU reports an error.
             RegionError: memory cannot be registered.
             TransferOutcomeUnknown: earlier kernels may still run.
         """
@@ -234,6 +236,7 @@ class Destination:
             this rank.
 
         Raises:
+            TransferFailed: the GPU reports an error.
             TransferOutcomeUnknown: GPU kernels did not end within `OWN_WORK_S`.
         """
         found = dict(hashed or {})
@@ -247,6 +250,7 @@ class Destination:
         """Copy the bytes in shadow copy and staging memory to the live parameters, and wait for these copies. Idempotent.
 
         Raises:
+            TransferFailed: the GPU reports an error.
             TransferOutcomeUnknown: GPU kernels did not end within `OWN_WORK_S`.
         """
         if self._flip is not None:

@@ -224,6 +224,9 @@ class Packer:
         A request for the next batch may pack bytes into the half of the arena that older batches used. So when the caller
         requests a batch, the writes of the newest batch may still run, but the writes of all older batches must have ended.
         This method computes no digest; `hash_links` computes the digest of the link.
+
+        Raises:
+            TransferFailed, TransferOutcomeUnknown: see `hash_links`.
         """
         self.memory.settle(OWN_WORK_S)
         yield from batches_to(self._transport, peer.binding, *self._direct(program, peer))

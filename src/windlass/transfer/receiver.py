@@ -116,7 +116,8 @@ class Receiver:
         starts a thread that hashes parts while peers write; `close` ends the thread.
 
         Raises:
-            PlanError, RegionError, TransferFailed, TransferOutcomeUnknown: see `Destination.bind`.
+            PlanError, RegionError, TransferFailed, TransferOutcomeUnknown, TransportUnavailable, OSError: see
+                `Destination.bind`.
             PlanError: the live parameters are in another process, and the plan needs more memory in that process.
         """
         with self._lock:
@@ -150,6 +151,7 @@ class Receiver:
 
         Raises:
             PlanError: the plan part needs a shadow copy or staging memory in the other process.
+            PlanError, TransferFailed, TransferOutcomeUnknown: see `Destination.bind`.
         """
         worker, found = self.manifest.worker, self.destination
         if mode is not UpdateMode.IN_PLACE:
@@ -185,6 +187,7 @@ class Receiver:
 
         Raises:
             TransferError: live parameters in another process could not be read.
+            TransferFailed, TransferOutcomeUnknown: see `Destination.verify`.
         """
         with self._lock:
             if self.remote is not None:
@@ -202,7 +205,7 @@ class Receiver:
         Call this while the engine is paused.
 
         Raises:
-            TransferOutcomeUnknown: see `Destination.apply`.
+            TransferFailed, TransferOutcomeUnknown: see `Destination.apply`.
         """
         with self._lock:
             self.destination.apply()

@@ -149,7 +149,8 @@ class RelaySender:
         deadline: deadline of all work on this connection.
 
     Raises:
-        PeerUnreachable: no process listens at the address, or the receiver takes no part in this round.
+        PeerUnreachable: no process listens at the address, or the receiver takes no part in this round, does not accept
+            the writer, or did not answer by the deadline.
     """
 
     def __init__(
@@ -247,8 +248,8 @@ class RelayReceiver:
     """Listener of one engine rank, with a thread that reads from the writers. Thread-safe.
 
     It accepts a writer that sends the right secret, unless the writer's round is older than the round of the newest
-    `begin`, or was closed by `end`. For each accepted writer, the events of the round contain exactly one `End` or
-    `DISCONNECTED`.
+    `begin`, or was closed by `end`, or the writer was refused or accepted in this round before. For each accepted
+    writer, the events of the round contain exactly one `End` or `DISCONNECTED`.
 
     Args:
         worker: this rank.
@@ -595,7 +596,7 @@ class GroupWrite:
             packed: bytes of the link; None if it is not packed as a whole.
 
         Raises:
-            TransferFailed: the GPU has too little memory for the tables.
+            TransferFailed: the GPU has too little memory for the tables, or reports an error.
             TransferOutcomeUnknown: the hashing did not end within `OWN_WORK_S`.
         """
         if packed is None:
@@ -904,6 +905,9 @@ class RelayRound:
 
         Otherwise record that bytes of the chunk's source are missing. In both cases this rank no longer waits for the
         chunk. Ignore a chunk that this rank does not wait for.
+
+        Raises:
+            TransferFailed, TransferOutcomeUnknown: see `Digests.take`.
         """
         key = landed.source, landed.chunk
         left = self._left.get(upstream)
@@ -1016,7 +1020,11 @@ class RelayNode:
         self._running: RoundId | None = None
 
     def open(self) -> RelayAddress:
-        """Return the address of this rank's listener for relays. The first call starts the listener."""
+        """Return the address of this rank's listener for relays. The first call starts the listener.
+
+        Raises:
+            OSError: the first call cannot bind the address.
+        """
         with self._lock:
             if self._listener is None:
                 self._listener = RelayReceiver(self._receiver.manifest.worker, self._host)

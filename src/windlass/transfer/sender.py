@@ -197,8 +197,9 @@ class Sender:
             PlanError: the number or the sizes of the parameters differ from the manifest.
             RegionError, TransferFailed: parameters have moved and their new memory cannot be registered, or the arena was
                 abandoned and no new arena can be allocated.
+            TransferFailed: see `Packer.hash_links` and `Replica.take`.
             RoundAborted: the replica has no copy of this version, and the weights may have changed.
-            TransferOutcomeUnknown: kernels of an earlier version may still run.
+            TransferOutcomeUnknown: kernels of this or of an earlier version may still run.
         """
         with self._lock:
             if self._stores is not None:

@@ -87,6 +87,8 @@ class SenderBinding:
                 a replica, the arena must hold all packed payloads at once.
             BindingsRefused: some destinations offer memory that cannot be written, or use another digest algorithm.
             RegionError, TransferFailed: memory cannot be registered or allocated.
+            PeerUnreachable: see `PeerMapper.map_region`.
+            TransferOutcomeUnknown: kernels of an earlier write may still run.
         """
         if self.stores is not None:
             self.stores.end(tuple(self.links.programs))
@@ -108,7 +110,8 @@ class SenderBinding:
 
         Raises:
             BindingsRefused: see `connect`. All links are unchanged.
-            PlanError, RegionError, TransferFailed: see `connect`. After this error, the caller must call `connect`.
+            PlanError, RegionError, TransferFailed, PeerUnreachable, TransferOutcomeUnknown: see `connect`. After such an
+                error, the caller must call `connect`.
         """
         links, new = self.links.changed(self._manifest, plan, bindings, gone)
         if self.stores is not None:
@@ -157,7 +160,13 @@ class SenderBinding:
         return planned
 
     def settle_doubt(self, *, renew: bool = True) -> None:
-        """With a replica, abandon the replica and the arena if a write of unknown outcome may still read them."""
+        """With a replica, abandon the replica and the arena if a write of unknown outcome may still read them.
+
+        With `renew`, allocate both again.
+
+        Raises:
+            RegionError, TransferFailed: new memory cannot be allocated or registered.
+        """
         if self.replica is not None and self.replica.in_doubt:
             try:
                 self.replica.settle(renew=renew)

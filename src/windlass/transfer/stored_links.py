@@ -103,7 +103,8 @@ class StoredLinks:
 
         Raises:
             RegionError: a parameter is in the memory of another GPU.
-            TransferFailed: host memory cannot be pinned; or see `Replica.take`.
+            TransferFailed: host memory cannot be pinned, or the GPU has too little memory for tables; see also
+                `Replica.take`.
             TransferOutcomeUnknown: the copy into the replica may still run.
         """
         if located != self._located:
