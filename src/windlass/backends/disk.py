@@ -97,7 +97,8 @@ class DiskSender:
         The plan needs no group, so return None.
 
         Raises:
-            TransferFailed: the folder cannot be created.
+            TransferFailed: the folder cannot be created; see also `SourceMemory.bind`.
+            PlanError, BindingsRefused, TransportUnavailable: see `SourceMemory.bind`.
         """
         self._source.bind(plan, bindings)
         try:

@@ -70,6 +70,7 @@ class PushSender:
         offer: offer of the group; the engines must join it (`JoinPushGroup`) while this rank calls `join`.
 
     Raises:
+        ConfigError: `host` is not an address of this host.
         TransferFailed: this process cannot host the group.
     """
 
@@ -115,6 +116,7 @@ class PushSender:
 
         Raises:
             ConfigError: the tensors do not fit into a bucket.
+            UnsupportedLayout: Windlass has no such dtype.
             ProtocolError: `join` was not called.
         """
         from windlass.memory.torch_dtypes import dtype_of
@@ -139,6 +141,7 @@ class PushSender:
 
         Raises:
             TransferFailed: the broadcast failed, or did not end within `deadline_s`. The group is then broken.
+            TransferOutcomeUnknown: see `TorchBroadcastGroup.drain`.
             ProtocolError: `join` was not called.
         """
         group = self._require_group()
@@ -255,8 +258,9 @@ class PushReceiver:
                 dtype cannot be cast. The rank then leaves the group before the broadcast, so that the
                 leader's broadcast fails at once instead of at its deadline.
             ProtocolError: no update has begun.
-            TransferFailed: the group was not formed or has failed, the broadcast failed, or tied weights have arrived
-                with different values.
+            TransferFailed: the group was not formed or has failed, the broadcast failed, a cast overflowed, or tied
+                weights have arrived with different values.
+            TransferOutcomeUnknown: see `TorchBroadcastGroup.drain`.
         """
         group = self._groups.get(name)
         if group is None or group.broken:
@@ -329,7 +333,7 @@ class PushReceiver:
         Raises:
             PlanError: a part of a parameter did not arrive; the live parameters are unchanged.
             ProtocolError: no update has begun.
-            TransferOutcomeUnknown: see `ShadowCopy.copy_over`.
+            TransferFailed, TransferOutcomeUnknown: see `ShadowCopy.copy_over`.
         """
         self._check_complete()
         self._require_update()[1].copy_over()

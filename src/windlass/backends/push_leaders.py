@@ -488,7 +488,10 @@ class PushUpdates:
 
 
 def _check(asked: CallbackRequest) -> None:
-    """Raise ProtocolError if a name of a request is invalid, or a duration is not in (0, `MAX_CALL_S`]."""
+    """Raise ProtocolError if a name of a request is invalid, or a duration is not in (0, `MAX_CALL_S`].
+
+    Only `lease_s` may be 0: the leader then has no lease.
+    """
     check_name(asked.request_id, "request_id")
     check_name(asked.leader, "leader")
     seconds = [("deadline_s", asked.deadline_s)]

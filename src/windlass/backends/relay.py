@@ -380,6 +380,10 @@ class RelayingReceiver:
 
         If an upstream lost its connection during the relay, call the transport's `fence` first. After the fence, the
         upstream's last bytes have either arrived or will never arrive.
+
+        Raises:
+            TransferFailed: the bytes of an upstream may still arrive; see also `Receiver.verify`.
+            TransferError: see `Receiver.verify`.
         """
         if self._fence_is_due:
             self._receiver.transport.fence(deadline_s=FENCE_S)

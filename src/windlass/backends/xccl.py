@@ -361,7 +361,8 @@ class CollectiveReceiver:
         Also prepare the copies from the groups' buffers into the parameters or the shadow copy.
 
         Raises:
-            PlanError: a source offered no group, or a group has nothing for this rank; see also `join_group`.
+            PlanError: a source offered no group, or a group has nothing for this rank; see also `join_group` and
+                `loads_of`.
             ConfigError, PeerTimeout, TransferFailed: see `join_group`.
         """
         deadline = Deadline.after(deadline_s, "join")
@@ -434,7 +435,8 @@ class CollectiveReceiver:
         """Receive all buckets of one source's group, and unpack each bucket while the next buckets arrive.
 
         Raises:
-            TransferFailed: a broadcast failed or did not end by the deadline.
+            TransferFailed: a broadcast failed or did not end by the deadline, or a cast overflowed.
+            TransferOutcomeUnknown: see `TorchBroadcastGroup.drain`.
         """
         sizes, slots = self._groups[source][0].bucket_nbytes, group.num_buffers
         fills = self._fills[source]
