@@ -66,7 +66,7 @@ class Digests(Protocol[Key]):
             threads: threads for the hashing in host memory; None for the calling thread. Not used on a GPU.
 
         Raises:
-            TransferFailed: a cast at the source overflows.
+            TransferFailed: a cast at the source overflows, or the GPU reports an error.
             TransferOutcomeUnknown: the result was not ready within `deadline_s`.
         """
         ...
@@ -97,7 +97,7 @@ class LinkPack(Protocol):
         """Gather, cast or quantise the parts of one turn. Return when all parts are packed.
 
         Raises:
-            TransferFailed: a cast in host memory overflows.
+            TransferFailed: a cast in host memory overflows, or the GPU reports an error.
             TransferOutcomeUnknown: the packing did not end within `deadline_s`.
         """
         ...
@@ -106,7 +106,7 @@ class LinkPack(Protocol):
         """Pack all turns. Return the digest of the whole link, including ops that are sent directly.
 
         Raises:
-            TransferFailed: a cast overflows.
+            TransferFailed: a cast overflows, or the GPU reports an error.
             TransferOutcomeUnknown: the work did not end within `deadline_s`.
         """
         ...
@@ -150,7 +150,8 @@ class MemoryOps(Protocol):
         """Allocate `nbytes` >= 1 bytes, aligned to 64 bytes, not zeroed. The caller closes the buffer.
 
         Raises:
-            TransferFailed: there is too little memory.
+            TransferFailed: the GPU has too little memory.
+            OSError: the host has too little memory.
         """
         ...
 
