@@ -23,6 +23,8 @@ from dataclasses import dataclass
 
 EVERY = {"test": 21.0, "test-security": 3.0, "test-scripts": 11.0, "test-browser": 1.5}
 """Suites of every run, and their minutes without set-up on two idle cores."""
+SPREAD = "--splitting-algorithm least_duration"
+"""Option of pytest-split: every part gets tests of each file. Otherwise one part gets all slow tests, and is stopped."""
 PERIOD_S = 3600
 PLACES_PER_PERIOD = 3
 
@@ -53,7 +55,7 @@ RING = {
     "test-hosts": Suite(17, 3, 3),
     "test-rollouts": Suite(16, 3),
     "test-long": Suite(24, 5),
-    "test-engines": Suite(37, 8, 3),
+    "test-engines": Suite(60, 8, 3),
     "test-clusters": Suite(10, 2, 4),
     "test-integrations": Suite(31, 7, 4),
     "test-rdma": Suite(12, 3, 2),
@@ -68,7 +70,7 @@ def order_at(time_s: float) -> Sequence[str]:
 
 
 def part_at(target: str, time_s: float) -> tuple[str, ...]:
-    """Return the arguments of make for the part of a suite whose turn it is.
+    """Return the arguments of make for the next part of a suite.
 
     Place the suites one after the other on an endless line of turns. A run takes the next `PLACES_PER_PERIOD` places, and
     a suite's next place tells how many turns the suite has had.
@@ -78,7 +80,8 @@ def part_at(target: str, time_s: float) -> tuple[str, ...]:
         return ()
     place = int(time_s // PERIOD_S) * PLACES_PER_PERIOD
     ahead = order_at(time_s).index(target)
-    return (f"ARGS=--splits {num_parts} --group {(place + ahead) // len(RING) % num_parts + 1}",)
+    group = (place + ahead) // len(RING) % num_parts + 1
+    return (f"ARGS=--splits {num_parts} --group {group} {SPREAD}",)
 
 
 def run(words: Sequence[str], deadline: float) -> tuple[int | None, float]:
