@@ -165,10 +165,12 @@ class FleetBinder:
         """Compile the plan, make all ranks bind it, and return the binding of the whole fleet.
 
         Raises:
-            PlanError: the trainers' tensors cannot fill the engines' parameters.
-            ConfigError: the trainers and the engines have no transport in common.
+            PlanError: the trainers' tensors cannot fill the engines' parameters, or a trainer tensor is in no engine and
+                matches no pattern of `allow_unused`.
+            ConfigError: no engine can be bound, for example because trainers and engines have no transport in common.
             EnginesUnbound: some engines did not bind; a new attempt can bind the other engines.
-            RoundAborted: a trainer did not bind the plan, or did not answer by the deadline.
+            RoundAborted: a trainer did not bind the plan, or did not answer by the deadline; or a collective group was
+                not formed.
         """
         began = time.perf_counter()
         try:

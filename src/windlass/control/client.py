@@ -179,6 +179,7 @@ class TrainerChannel(AgentChannel):
         Raises:
             PeerTimeout: no report arrived within `deadline_s`. If the round has begun already, it continues. The
                 weights must then stay unchanged until the trainer gets the report of a later round.
+            AuthenticationError: the controller refused the token.
             ProtocolError: the controller refused this agent.
             PeerUnreachable: the channel was closed.
         """
@@ -212,6 +213,7 @@ class TrainerChannel(AgentChannel):
         If `sends` is False, send nothing: the controller begins the round itself. The future still gets the report.
 
         Raises:
+            AuthenticationError: the controller refused the token.
             ProtocolError: the controller refused this agent.
             PeerUnreachable: the channel was closed.
         """

@@ -35,6 +35,7 @@ def report_cannot_join(url: str, token: str, engine: str, reason: str) -> None:
         reason: why it cannot join.
 
     Raises:
+        ConfigError: see `client_context`.
         PeerUnreachable: the controller could not be reached, or did not close the connection within `CANNOT_JOIN_S`.
     """
 

@@ -150,6 +150,7 @@ class HeldWeights:
             RoundAborted: a parameter contains NaN or infinity, and `non_finite` is "refuse". Or this round
                 needs digests, which can only be computed before the weights are copied to the replica, but an earlier round
                 has copied them already.
+            WindlassError: see `ReplicatedDigests.take` and `FiniteCheck.find`.
         """
         prepared = self._compare(command) if command.period else Done()
         self._check_finite(command)

@@ -63,8 +63,9 @@ class TrainerBinding:
 
         Raises:
             ConfigError: the sender of the backend cannot use the replica of this rank.
-            ProtocolError: the backend cannot change single links.
+            ProtocolError: the backend cannot change single links, or the plan cannot be decoded.
             RoundAborted: `ChangeLinks.since` is not the epoch in which this rank was bound last.
+            PlanError, TransferError: see `SenderBackend.connect`.
         """
         before, self._bound_in = self._bound_in, 0
         offer: GroupOffer | None = None
