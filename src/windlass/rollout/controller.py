@@ -281,6 +281,7 @@ class RolloutController:
 
         Raises:
             ConfigError: as in `submit_workflow` and `submit_group`.
+            RolloutError: the journal cannot be written.
         """
         work = self._workflow(workflow, arguments, sampling, deadline_s)
         size = GroupSize.of(n, num_extra, min_samples)
@@ -314,6 +315,7 @@ class RolloutController:
 
         Raises:
             ConfigError: as in `submit`, or a number of samples is out of its range.
+            RolloutError: the journal cannot be written.
         """
         work = self._work(sampling, deadline_s, prompt)
         size = GroupSize.of(n, num_extra, min_samples)
@@ -361,6 +363,7 @@ class RolloutController:
             ConfigError: `deadline_s` is not a number.
             PeerTimeout: a rollout was not done within `deadline_s` (it continues), or failed at its own deadline.
             RolloutError: a rollout failed for a different reason.
+            asyncio.CancelledError: a rollout was cancelled.
         """
         check_deadline("wait", deadline_s)
         handles = tuple(handles)

@@ -238,7 +238,8 @@ class RankTensors(Closing):
             TransferFailed: a write failed, and none of its bytes can arrive later; or a late write may have changed the
                 elements.
             TransferOutcomeUnknown: a write failed, and its bytes may still arrive. The memory of this call is late now.
-            TransportUnavailable: the transport cannot be started, or there is too little memory.
+            TransportUnavailable, OSError: the transport cannot be started, or there is too little memory.
+            Exception: any exception of `ask`. The memory of this call is late now.
         """
         found = [
             (tensor.held, tensor.nbytes)

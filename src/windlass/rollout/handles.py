@@ -36,7 +36,8 @@ class RolloutConfig(msgspec.Struct, frozen=True, kw_only=True):
         on_abort: reaction of workers to an update that ends a generation early.
         carry_partial: whether a retry on another engine continues from the tokens of the failed attempt. If so,
             an answer may contain tokens of two engines.
-        max_rejections: number of times that the workflow may reject its own answer before the rollout fails.
+        max_rejections: number of rejected answers after which a rollout fails. The workflow rejects its own answer, or
+            the caller replaces the answer (`RolloutController.replace`).
         affinity_slack: the controller prefers the engine that has cached a prompt's prefix, as long as this
             engine runs at most this many attempts more than the least loaded engine.
         routing: rule by which the controller chooses the engine of an attempt.
@@ -153,9 +154,9 @@ class Counts(msgspec.Struct):
         submitted: submitted rollouts. A rollout that the caller returns counts again, see `RolloutController.return_groups`.
         completed: rollouts delivered to the caller. A returned rollout that is delivered again counts again.
         failed: rollouts that failed, for example after `max_attempts` or at their deadline.
-        dropped: rollouts that the controller ended because they were too old, see `OnStale`. If one sample of a group is
-            dropped, all rollouts of the group count.
-        rejected: answers that a workflow rejected.
+        dropped: rollouts that the controller ended because they were too old, see `OnStale`. If a group ends because
+            fewer than `min_samples` samples would be left, all its rollouts count.
+        rejected: answers that a workflow rejected, or that the caller replaced (`RolloutController.replace`).
         too_old: finished answers that were discarded as too old.
         stopped_early: running attempts that were cancelled because their answers would have been too old.
         wasted_tokens: tokens of discarded answers, of finished samples of dropped groups, and of partial
@@ -247,8 +248,9 @@ class RolloutHandle(_Handle[Rollout]):
 class GroupHandle(_Handle[RolloutGroup]):
     """Handle of one submitted group, which `RolloutController.next_batch` delivers.
 
-    `await` returns the group after its delivery. If a sample fails, the controller cancels the other samples
-    and `await` raises `RolloutError`. `metadata` is the submitter's.
+    `await` returns the group after its delivery. If fewer than `min_samples` samples are left after a failure, the
+    controller cancels the other samples, and `await` raises `RolloutError`, or `PeerTimeout` if the deadline of a sample
+    passed. If the group is cancelled, `await` raises `asyncio.CancelledError`. `metadata` is the submitter's.
     """
 
     group_id: int

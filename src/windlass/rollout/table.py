@@ -213,7 +213,7 @@ class Record(msgspec.Struct, eq=False):
         failures: number of attempts that ended in an error.
         raised: text of the exception that the workflow raised in the last attempt, and the number of attempts
             in a row that raised this exception.
-        rejections: number of answers that the workflow has rejected.
+        rejections: number of answers that the workflow has rejected, or the caller has replaced.
         resubmits: number of times that the rollout was generated again because its answer was too old.
         oldest_version: version of the oldest token that the running attempt can have; None if unknown.
         avoid_engine: engine of a failed attempt. The next attempt avoids this engine if it can. Empty for none.

@@ -438,7 +438,7 @@ class Attempts:
             self.running[key].cancel()
 
     async def stop(self, deadline_s: float) -> None:
-        """Cancel all running attempts, and wait at most `deadline_s` until they have ended.
+        """Cancel all running attempts, wait at most `deadline_s` until they have ended, and close the endpoint for agents.
 
         The outcome of each attempt is an error, so the controller tries the rollout at another worker. If an attempt has
         not ended after `deadline_s`, log its name; it stops when this process exits.
@@ -461,6 +461,7 @@ class Attempts:
         Raises:
             AttemptError: the engine failed, the deadline passed, or this worker does not know the workflow.
             Reject: the workflow discarded its answer.
+            ConfigError, ProtocolError: the workflow's turns, value or tensors are invalid.
             Exception: any other exception of the workflow.
         """
         # Each attempt runs in an asyncio task of its own, so these fields appear only in log lines of this attempt.
