@@ -309,7 +309,10 @@ class RemoteWorker(Worker, Session[WriteTensors, TensorsWritten]):
         self._work.set()
 
     def detach(self, socket: web.WebSocketResponse, reason: str) -> None:
-        """Fail all calls that wait for a reply, because the connection has ended. Tasks wait for the next connection."""
+        """Fail all calls that wait for a reply, because the connection has ended. Tasks wait for the next connection.
+
+        Do nothing if the worker process has a newer connection already.
+        """
         if self._socket is socket:
             self._socket = None
             self.fail_calls(reason)
