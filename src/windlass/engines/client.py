@@ -86,7 +86,9 @@ class EngineClient(Closing):
 
     Raises:
         ConfigError: `controller` is not a URL, or the transport cannot write every parameter.
+        PlanError, ManifestError: see `Receiver`.
         AuthenticationError, ProtocolError: the controller refused the token or this rank.
+        PeerUnreachable: this host has no route to the controller.
         PeerTimeout: the controller did not answer within `connect_deadline_s`.
     """
 

@@ -404,6 +404,7 @@ class EngineRank:
             PeerTimeout: the controller did not answer in time.
             TransportUnavailable, PeerUnreachable: the transport cannot start; see `create_transport`.
             TransportUnavailable, RegionError: the transport cannot register this memory.
+            PlanError, ManifestError, PeerUnreachable: see `EngineClient`.
         """
         self._require_same(settings)
         _, captured, _ = self.required()

@@ -114,7 +114,8 @@ def launch(engine: EngineSpec, description: str | None) -> int:
         description: text for `--help`.
 
     Returns:
-        The exit status of the server. After a `WindlassError` it is 2, and stderr has one line with the error.
+        The exit status of the server; 0 if a running server has joined (`--attach`). After a `WindlassError` it is 2, and
+        stderr has one line with the error.
     """
     args, rest = arguments(engine.module, description).parse_known_args()
     try:

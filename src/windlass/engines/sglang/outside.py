@@ -68,7 +68,7 @@ class Attach(msgspec.Struct, frozen=True, kw_only=True):
         url: address of the server.
         transport: `mooncake`, or its configuration as JSON. With `gpu`, copies for verification are on that GPU.
         api_key, admin_api_key: see `EngineHttp`.
-        return_deadline_s: seconds that the agent waits until a server that has ended serves again.
+        return_deadline_s: seconds that the agent waits for a server that has ended or does not answer yet.
     """
 
     name: str
@@ -91,6 +91,7 @@ def attach(order: Attach, layout: LayoutFile) -> int:
 
     Raises:
         ConfigError, UnsupportedLayout: the layout does not describe the server; see `require_captured` and `match`.
+        AuthenticationError, ProtocolError: the controller refused the token or a rank.
         PeerUnreachable, PeerTimeout: the controller does not answer, or the server has not answered for
             `return_deadline_s`.
     """
