@@ -136,6 +136,9 @@ def capture(
             - a parameter (other than a scalar) that the loader does not write
             - a tensor that moves with every load
             - a tensor that only exists after a load
+            - a tensor with other bytes after a second load of `reference`
+            - a value that depends on weights, but that an update cannot refill
+            - a tensor that `describe` refuses
     """
     held = Watched(model, ignored)
     seconds: dict[str, float] = {}

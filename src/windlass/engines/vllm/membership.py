@@ -62,7 +62,8 @@ def prepare(args: Any) -> None:
     If a server has several API servers, their parent process calls this first and passes the options to them.
 
     Raises:
-        ConfigError: an option contradicts WINDLASS_CONTROLLER, or a token is required and missing.
+        ConfigError: an option or an environment variable contradicts WINDLASS_CONTROLLER, a token is required and
+            missing, or the installed release of vLLM lacks a required feature.
     """
     if not environment_value(CONTROLLER_VARIABLE):
         return
