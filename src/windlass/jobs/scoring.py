@@ -116,8 +116,8 @@ class Scoring:
 
         Raises:
             PeerTimeout: there were not enough groups, or a group was not scored, within `batch_deadline_s`.
-            RolloutError: too many rollouts failed in a row (see `MIN_ALIKE`), or the reward failed for a larger share of
-                rollouts than `max_failed_rewards`.
+            RolloutError: too many rollouts failed in a row (see `MIN_ALIKE`), the reward failed for a larger share of
+                rollouts than `max_failed_rewards`, or the journal of rollouts cannot be written.
             TrainerError: the ranks could not fetch the tensors of the groups. The rollout controller keeps the groups.
             WindlassError: the recipe raised an exception in `tasks`, or while it scored a group.
         """

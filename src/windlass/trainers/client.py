@@ -61,6 +61,7 @@ class TrainerClient(Closing):
         ConfigError: `controller` is not a URL, `arena_nbytes` is too small, the transport cannot send from the
             requested replica, or there are several ranks and no `job`.
         AuthenticationError, ProtocolError, PeerTimeout: see `AgentChannel.connect`.
+        PeerUnreachable: this host has no route to the controller.
     """
 
     def __init__(
@@ -166,7 +167,7 @@ class TrainerClient(Closing):
                 method raises it if the round ended before the weights were copied.
             PeerTimeout: the round did not end, or the weights were not copied, within `deadline_s`. Without `copy`, the
                 weights must not change until the round has ended.
-            ProtocolError, PeerUnreachable: the connection to the controller has ended.
+            AuthenticationError, ProtocolError, PeerUnreachable: the connection to the controller has ended.
         """
         replica = self._sender.replica
         if copy and replica is None:
@@ -208,7 +209,7 @@ class TrainerClient(Closing):
 
         Raises:
             ConfigError: `version` is not an integer >= 0, or a `publish` of this rank has not ended.
-            ProtocolError, PeerUnreachable: the connection to the controller has ended.
+            AuthenticationError, ProtocolError, PeerUnreachable: the connection to the controller has ended.
         """
         number = version_number(version, "prepare_publish")
         if self._prepared is not None:
@@ -237,7 +238,7 @@ class TrainerClient(Closing):
             returns the report. The caller must call this function, or no later version can begin.
 
         Raises:
-            ConfigError, ProtocolError, PeerUnreachable: see `publish`.
+            ConfigError, AuthenticationError, ProtocolError, PeerUnreachable: see `publish`.
         """
         if not self._publishing.acquire(blocking=False):
             raise ConfigError(
