@@ -53,7 +53,8 @@ class Controller:
         tensor_transport: name or JSON of the transport for large tensors of samples that are made in this process.
 
     Raises:
-        ConfigError: the port is in use, or an argument is out of range.
+        ConfigError: an argument is out of range, or the journal of the rounds cannot be used. At the beginning of the
+            `async with` block: the port is in use, or the journal of the rollouts cannot be used.
     """
 
     def __init__(

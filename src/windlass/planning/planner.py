@@ -84,8 +84,8 @@ def plan_transfer(
     Raises:
         ManifestError: manifests contradict each other, or one side has no manifest.
         IncompleteCoverage: destination bytes have no source.
-        UnsupportedLayout: an element cannot be cast to the destination's dtype (`CASTS`), or a
-            shard contains only a part of a quantisation block.
+        UnsupportedLayout: an element cannot be cast to the destination's dtype (`CASTS`), a shard contains only a part of
+            a quantisation block, or a destination requests a quantisation that trainers do not support.
     """
     policy = policy or PlanPolicy()
     given = route(sources, destinations, policy)

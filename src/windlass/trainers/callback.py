@@ -135,8 +135,8 @@ class RolloutCallback(Closing):
             deadline_s: deadline of this call in seconds.
 
         Raises:
-            RoundAborted: an engine did not pause.
-            PeerTimeout, AuthenticationError: see `continue_generation`.
+            RoundAborted: an engine did not pause, or no engine is connected.
+            PeerTimeout, AuthenticationError, ProtocolError: see `continue_generation`.
             WindlassError: the error of `check_weights`; no engine was paused.
         """
         if self._check_weights is not None:
@@ -161,6 +161,7 @@ class RolloutCallback(Closing):
                 version.
             PeerTimeout: the controller did not answer within the deadline. The engines may serve the new version.
             AuthenticationError: the token is wrong.
+            ProtocolError: the controller refused the request, for example because a deadline is longer than a day.
             ConfigError: the version is not an integer >= 0. The update has ended, and the engines serve the old version.
         """
         try:
@@ -194,7 +195,7 @@ class RolloutCallback(Closing):
 
         Raises:
             RoundAborted: no update has begun.
-            PeerTimeout, AuthenticationError: see `continue_generation`.
+            PeerTimeout, AuthenticationError, ProtocolError: see `continue_generation`.
         """
         return self._call(MembersCall(), deadline_s)
 
@@ -295,6 +296,7 @@ class RolloutCallback(Closing):
             RoundAborted: the controller reported a failure.
             PeerTimeout: the controller did not answer within the deadline, or this object was closed.
             AuthenticationError: the token is wrong.
+            ProtocolError: the controller refused the request.
         """
         seconds = deadline_s or self._deadline_s
         asked = CallbackRequest(uuid.uuid4().hex, self.leader, call, seconds, number)
