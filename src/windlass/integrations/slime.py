@@ -150,6 +150,7 @@ class WeightUpdater:
         Raises:
             ConfigError: neither WINDLASS_TOKEN nor WINDLASS_TOKEN_FILE is set, or a server has no valid URL.
             UnsupportedLayout, ManifestError: see `connect_megatron_trainer`.
+            PlanError: see `HostCopies.load`.
             EngineRefused: a server cannot be updated; the message has the reason. Only rank 0 raises this error.
             PeerUnreachable: another rank has failed (the message has the reason), or a server could not be reached.
             PeerTimeout: a server or a rank has not joined within `DEADLINE_S`.
@@ -207,8 +208,10 @@ class WeightUpdater:
 
         Raises:
             ProtocolError: `connect_rollout_engines` was not called.
+            PlanError: see `HostCopies.load`.
             RoundAborted: the version was not published; the servers keep their weights.
             PeerTimeout: the update did not end within `DEADLINE_S`.
+            AuthenticationError, ProtocolError, PeerUnreachable: the connection to the controller has ended.
         """
         if self._trainer is None:
             raise ProtocolError("update_weights: connect_rollout_engines must be called first")
@@ -271,7 +274,11 @@ class HostCopies:
 
     @contextmanager
     def loaded(self) -> Iterator[None]:
-        """Load the copies, if they are not loaded, and free their GPU memory at the end of the block."""
+        """Load the copies, if they are not loaded, and free their GPU memory at the end of the block.
+
+        Raises:
+            PlanError: see `load`.
+        """
         try:
             self.load()
             yield

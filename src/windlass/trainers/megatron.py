@@ -152,9 +152,8 @@ def describe_megatron_trainer(
         PlanError: `copy_of` returned a tensor of another shape or dtype.
         UnsupportedLayout: the naming table has no rule for a parameter; no table describes the model's attention or
             MLP, or a built-in table describes other values; the exporter computes values or leaves out a parameter, and
-            there is no table; with `use_main_params`,
-            the distributed optimizer keeps the fp32 copies as flat ranges; parameters are in fp8; or a wrapper shards
-            parameters over data-parallel ranks.
+            there is no table; with `use_main_params`, the distributed optimizer keeps the fp32 copies as flat ranges;
+            parameters are in fp8; or a wrapper shards parameters over data-parallel ranks.
         ManifestError: the shape of a parameter contradicts the configuration.
         PeerTimeout: another rank did not run the exporter within `exporter_deadline_s`.
     """
@@ -323,6 +322,7 @@ def make_whole(model: torch.nn.Module | Sequence[torch.nn.Module]) -> None:
 
     Raises:
         PlanError: the memory of a parameter buffer has been freed.
+        ManifestError: `model` has no chunk.
     """
     for chunk in _lazily_gathered(_chunks_of(model)):
         for buffer in (*chunk.buffers, *chunk.expert_parallel_buffers):
