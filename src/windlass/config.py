@@ -139,6 +139,9 @@ class PhaseDeadlines(msgspec.Struct, frozen=True, kw_only=True):
         apply_s: engines unpack the bytes, or copy a staged version into the live parameters.
         publish_s: engines set the new version and resume.
         fleet_s: the controller waits until `ControlConfig.min_engines` engines are connected.
+
+    Raises:
+        ConfigError: a deadline is not a number above 0.
     """
 
     connect_s: float = 60.0
@@ -202,6 +205,9 @@ class XcclBackend(msgspec.Struct, frozen=True, tag="xccl"):
         fabric: gloo or NCCL.
         bucket_nbytes: bytes per broadcast. Each rank allocates `num_buffers` buckets of this size.
         num_buffers: number of buckets per rank, 1 or 2. With 2, packing, broadcasting and unpacking overlap.
+
+    Raises:
+        ConfigError: a value is out of range, or `bucket_nbytes` is not a multiple of 64.
     """
 
     name: ClassVar[str] = "xccl"
@@ -227,6 +233,9 @@ class DiskBackend(msgspec.Struct, frozen=True, tag="disk"):
     Attributes:
         folder: absolute path of the folder, the same on every rank.
         keep_versions: number of earlier versions that stay on disk when a rank writes a new version, >= 1.
+
+    Raises:
+        ConfigError: the folder is not an absolute path, or `keep_versions` is below 1.
     """
 
     name: ClassVar[str] = "disk"
@@ -341,7 +350,8 @@ class ControlConfig(msgspec.Struct, frozen=True, kw_only=True):
         backend: backend that moves the bytes. The controller sends this setting to trainers and engines.
         deadlines: deadline of each phase of an update.
         max_rewrites: number of times that a link may be written again in one round, after a failed write or a wrong
-            digest.
+            digest. Also the number of further rounds for a version if a failed round has broken the binding, as with the
+            backend `xccl`.
         min_engines: number of engines that must be connected before a round begins.
         compare_share: trainer ranks compare replicated weights for at most this share of the update time, in [0, 1].
             The first update compares all replicated weights; with 1, every update compares all of them.
@@ -351,6 +361,9 @@ class ControlConfig(msgspec.Struct, frozen=True, kw_only=True):
         heartbeat_s: if a peer does not answer a ping within these seconds, the connection counts as dead.
         max_message_nbytes: maximum size of a frame. The controller closes a connection that sends a larger frame.
         routers: external routers that the controller notifies.
+
+    Raises:
+        ConfigError: a value is out of range or has a wrong type, or there is no such backend.
     """
 
     mode: UpdateMode = UpdateMode.IN_PLACE

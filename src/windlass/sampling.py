@@ -60,6 +60,10 @@ class SamplingParams(msgspec.Struct, frozen=True, gc=False, kw_only=True, omit_d
         stop_token_ids: ids of tokens after which generation ends.
         ignore_eos: whether to continue after the model's end token.
         adapter: name of the served LoRA adapter; empty for the base model.
+
+    Raises:
+        ConfigError: a value is out of range or has a wrong type, or several of `json_schema`, `regex`, `ebnf` and `choice`
+            are given.
     """
 
     max_new_tokens: int

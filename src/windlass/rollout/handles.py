@@ -48,6 +48,9 @@ class RolloutConfig(msgspec.Struct, frozen=True, kw_only=True):
             false, delivery removes the result from the journal.
         journal_sync_s: interval at which the journal is synced to disk.
         journal_compact_nbytes: size above which the journal is rewritten without ended rollouts.
+
+    Raises:
+        ConfigError: a value is out of range, or `acknowledge` is set without a journal.
     """
 
     max_attempts: int = 8

@@ -50,6 +50,9 @@ class ServerRewards(msgspec.Struct, frozen=True, kw_only=True, tag="server", tag
             an HTTP status of 5xx, and after a status of `PASSING_4XX`. After repeated answers with status 500, and after a
             status of `REFUSALS_OF_BATCHES`, both halves of the batch are sent separately.
         max_request_nbytes: largest size of a request; larger batches are split.
+
+    Raises:
+        ConfigError: `url` is not a URL, or a value is out of range.
     """
 
     url: str
