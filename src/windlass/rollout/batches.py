@@ -221,6 +221,9 @@ class BatchQueue:
 
     Attributes:
         store: large tensors that a recipe made in this process.
+
+    Raises:
+        ConfigError: there is no such transport.
     """
 
     def __init__(
@@ -326,8 +329,9 @@ class BatchQueue:
     async def settled(self, step: int, *, deadline_s: float) -> tuple[str, ...]:
         """Wait until all trainer ranks have the tensors of the batch of `step`, or until tensors are lost.
 
-        A tensor is lost if the process that held it has ended. In this case, no rank gets the batch. The caller must then
-        decline the groups of the returned samples, get new groups from the controller, and `put` the step again.
+        A tensor is lost if the process that held it has ended or has freed it, or if its elements do not have the right
+        digest at a rank. In this case, no rank gets the batch. The caller must then decline the groups of the returned
+        samples, get new groups from the controller, and `put` the step again.
 
         Returns:
             Task ids of samples with lost tensors; empty if ranks have all tensors, or if no sample has a large tensor.

@@ -76,7 +76,8 @@ def captured_export(
     Raises:
         ConfigError: the exporter raised an error on a rank, or yielded nothing.
         UnsupportedLayout: an exported tensor has elements that are not copied from a parameter, or the exporter leaves
-            out a parameter. The message has the names of all such tensors.
+            out a parameter (the message has the names of all such tensors), or copies two parameters of a rank to the same
+            elements.
         PeerTimeout: another rank did not finish within `deadline_s`.
     """
     peers = _Peers(deadline_s)
