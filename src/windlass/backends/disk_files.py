@@ -309,11 +309,12 @@ def read_boxes(
         memory: memory at these addresses.
 
     Returns:
-        The `worker` of each index whose file cannot be opened or does not match the index.
+        The `worker` of each index whose file cannot be read, is not a complete safetensors file, or lacks a tensor that
+        the index lists and this rank needs.
 
     Raises:
-        TransferFailed: a cast overflowed, a file's dtype cannot be cast to the parameter's, or work
-            that was queued on the GPU does not end.
+        TransferFailed: a tensor in a file has another shape than its index says, an unknown dtype, or a dtype that cannot
+            be cast to the parameter's; or a cast overflowed; or work that was queued on the GPU does not end.
     """
     unreadable: list[str] = []
     with ExitStack() as stack:

@@ -116,7 +116,7 @@ class PushSender:
 
         Raises:
             ConfigError: the tensors do not fit into a bucket.
-            UnsupportedLayout: Windlass has no such dtype.
+            UnsupportedLayout: Windlass does not support the dtype of a tensor.
             ProtocolError: `join` was not called.
         """
         from windlass.memory.torch_dtypes import dtype_of

@@ -231,7 +231,11 @@ class CollectiveSender:
         )
 
     def prepare(self, version: int) -> None:  # noqa: ARG002
-        """Compute the digest of every link. First prepare the copies into buckets, unless they exist and no parameter moved."""
+        """Compute the digest of every link.
+
+        If this rank has joined a group, first prepare the copies into the group's buckets. Reuse the copies that were
+        prepared earlier if no parameter has moved.
+        """
         began = time.perf_counter()
         if self._source.locate():
             self._forget_packs()

@@ -248,7 +248,11 @@ class Fleet:
     # --- the state of an engine --------------------------------------------------------------
 
     def publish(self, version: int, lineage: str) -> None:
-        """Record the published version (-1 for none) and its lineage, and update the states of all engines."""
+        """Record the published version (-1 for none) and its lineage, and update the states of all engines.
+
+        The lineage is the random identity of the controller's run that the version belongs to; see `Welcome`. If the
+        version or the lineage has changed, clear `published_from`.
+        """
         if (version, lineage) != (self.published, self.lineage):
             self.published_from = ()
         self.published, self.lineage = version, lineage
@@ -595,7 +599,10 @@ class Fleet:
         return serves and not hello.mixed_weights
 
     def _forget_applied(self, engines: Iterable[str]) -> None:
-        """Record that a round may have changed the weights of these engines since their ranks connected."""
+        """Reset `Agent.applied` of the ranks of these engines to -1.
+
+        The value that a rank reported when it connected is no longer current.
+        """
         for name in engines:
             group = self._groups.get(name)
             for agent in group.agents.values() if group is not None else ():

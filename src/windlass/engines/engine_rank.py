@@ -176,7 +176,10 @@ class RankHooks:
         captured.check_places()
 
     def stays_awake(self) -> AbstractContextManager[None]:
-        """Do nothing: an engine that can sleep sends no weights (`EngineClient.can_send`); see `Sleeper.stays_awake`."""
+        """Return a context manager that does nothing.
+
+        Callers use it only while the rank sends its weights, and a rank that can sleep never sends (`can_send` is False).
+        """
         return nullcontext()
 
     def round_ended(self) -> None:

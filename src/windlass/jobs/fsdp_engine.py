@@ -577,7 +577,7 @@ def _as_text(settings: object) -> str:
 
 
 def _as_json(value: object) -> object:
-    """Return a setting as it is after it was encoded and decoded."""
+    """Encode a setting as JSON, decode it again, and return the result."""
     return json.loads(_as_text(value))
 
 

@@ -1202,7 +1202,8 @@ class Job:
                 await rollouts.wait_for_room(deadline_s=deadline_s)
                 break
             except PeerTimeout:
-                # No version was published during an evaluation or a hook, so wait once more.
+                # Raise only if no evaluation or hook ran during the wait. Otherwise wait again, because the job publishes
+                # no version during an evaluation or a hook.
                 if self._num_pauses == num_ended:
                     raise
         if task.workflow:

@@ -264,7 +264,7 @@ class _ReceivedDigests(_LinkDigests):
         return self._links
 
     def _queue(self, peer: str) -> None:
-        """Queue the hashing of a link."""
+        """Queue the kernels that compute the digest of a peer's link."""
         self._queue_digest(self._links[peer].digest, self._links[peer].tables)
 
     def _read(self, peer: str) -> str:
@@ -299,7 +299,7 @@ class _SentDigests(_LinkDigests):
                 self._links[peer] = words, self._load(hashed), self._load(cast)
 
     def _queue(self, peer: str) -> None:
-        """Queue the hashing of a link."""
+        """Queue the kernels that compute the digest of a peer's link."""
         self._queue_digest(*self._links[peer])
 
     def _read(self, peer: str) -> str:

@@ -226,6 +226,9 @@ async def _refuse(
 
 
 def host_of(socket: web.WebSocketResponse) -> str:
-    """Return the IP address of a connection's peer; "" if peer and server have the same address, or it is unknown."""
+    """Return the IP address of a connection's peer.
+
+    Return "" if the peer's or the server's address is unknown, or if both are the same.
+    """
     peer, own = (socket.get_extra_info(name) for name in ("peername", "sockname"))
     return "" if peer is None or own is None or peer[0] == own[0] else str(peer[0])

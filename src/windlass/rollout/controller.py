@@ -527,9 +527,9 @@ class RolloutController:
         ranks have loaded the checkpoint, and before `count_from`. First acknowledge the groups on which the checkpoint
         has been trained.
 
-        The groups keep their ids, answers and versions. No group counts as too old, because the trainer trains on each
-        group again from the same step as the first time. The controller does not keep held tensors (large tensors in the
-        memory of workers), so it generates a group with held tensors again.
+        Groups without held tensors (large tensors in the memory of workers) keep their ids, answers and versions. They
+        never count as too old, because the trainer trains on each group again from the same step as the first time. The
+        controller does not keep held tensors. So groups with held tensors keep their ids, but are generated again.
 
         Returns:
             New handles of the groups, in the order of their delivery.

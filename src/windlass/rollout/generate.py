@@ -369,8 +369,9 @@ class AttemptProgress:
         """Return the weight versions of the output tokens, at most `num_tokens`. There are fewer if the spans end earlier.
 
         Raises:
-            AttemptError: a span does not start where the previous span ends, or it starts after the last token; or a
-                version is not an integer.
+            AttemptError: the first span does not start at 0; a later span does not start at the end of the previous span
+                (at `num_tokens` if the previous span ends after it); or the version of a span with tokens is not an
+                integer. A span that starts at `num_tokens` adds nothing.
         """
         versions: list[int] = []
         for span in spans:

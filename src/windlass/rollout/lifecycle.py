@@ -175,7 +175,9 @@ class Lifecycle:
     ) -> list[Group]:
         """Sort groups: first the groups that an earlier process delivered, in order of delivery, then all other groups.
 
-        If an answer of a delivered group has held tensors, generate the group again, because workers have freed the elements.
+        The answers of a delivered group may have held tensors: large tensors whose elements stay in the memory of a worker.
+        The workers have freed the elements of delivered groups. So discard all answers of such a group, and submit its
+        rollouts again.
         """
         order = {
             group: persisted.delivery_of(persisted.tasks[group.records[0].task_id].submission)
@@ -250,8 +252,8 @@ class Lifecycle:
         """Restore the state of every rollout, and return the groups.
 
         A running attempt stays assigned to its worker process, and the worker reports the attempt when it connects.
-        An attempt of the local worker ended with the earlier process, so its rollout is queued again. `open`
-        delivers finished single rollouts again, and discards rollouts that are too old. Deadlines start again.
+        An attempt of the local worker ended with the earlier process, so its rollout is queued again. Deadlines
+        start again. Afterwards, `open` delivers finished single rollouts again, and discards rollouts that are too old.
         """
         groups = [
             Group.of(

@@ -591,8 +591,9 @@ class WorkerPool:
                 self._note_answer(session)
                 for outcome in outcomes:
                     session.note_ended(outcome)
-                    # Watch tensors only after the outcomes were used. The worker sends unused outcomes again, so their
-                    # tensors must not be released.
+                    # From `watch` on, the worker is told to free a tensor when the tensor's last object is freed. So watch
+                    # only outcomes that were used: the worker sends unused outcomes again, and their tensors must still
+                    # exist then.
                     if outcome.tensors:
                         self.references.watch(outcome.tensors)
                 self._ends.notify()

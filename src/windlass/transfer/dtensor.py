@@ -834,7 +834,10 @@ class LiveTensors:
 
 
 def _signature(tensor: torch.Tensor) -> tuple[object, ...]:
-    """Return a summary of a tensor's layout that is cheap to compare. Tensors with equal signatures have equal layouts."""
+    """Return a summary of a tensor's layout that is cheap to compare.
+
+    Strided tensors with equal signatures have equal layouts. For other tensors, the signature has no local shape or dtype.
+    """
     local = local_part(tensor)
     spec = tensor._spec if isinstance(tensor, DTensor) else None
     if local.layout is not torch.strided:

@@ -221,8 +221,9 @@ class Packer:
     def ring(self, program: LinkProgram, peer: Peer) -> Iterator[WriteBatch]:
         """Yield the writes of a link, and pack its payload alternately into the two halves of the arena.
 
-        A request for the next batch may pack bytes into the half of the arena that older batches used. So when the caller
-        requests a batch, the writes of the newest batch may still run, but the writes of all older batches must have ended.
+        Before the caller asks for the next batch, the writes of all batches except the last one it got must have ended: the
+        request may overwrite the half that they used.
+
         This method computes no digest; `hash_links` computes the digest of the link.
 
         Raises:
@@ -236,8 +237,9 @@ class Packer:
             start, middle = self.slot.address, self.slot.address + nbytes
             places: tuple[range, ...] = (range(start, middle), range(middle, middle + nbytes))
             if nbytes < self._least(program) and self.holds((program,)):
-                # Half of the arena is too small for this link, but the whole arena is large enough. `ring` gets such a
-                # link only if the earlier arena, which contained the whole packed link, was abandoned.
+                # Half of the arena is too small for this link, but the whole arena is large enough. The sender usually
+                # packs such a link with `pack`. It calls `ring` only if the arena was abandoned after that, to pack the
+                # link again into the new arena.
                 places = (range(start, start + self.slot.nbytes),)
             self._packs[key] = self.memory.pack_link(program, self._sources, places)
         pack = self._packs[key]

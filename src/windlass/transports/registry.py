@@ -65,15 +65,16 @@ class TransportConfig(
         """Start the transport.
 
         Args:
-            towards: URL of the controller. A network transport without a configured host uses the
-                address of this host on the route to the controller.
+            towards: URL of the controller. A network transport whose `host` setting is empty uses
+                `own_address(towards)`: the address that WINDLASS_HOST gives, or else this machine's address on the route
+                to the controller.
             gpu: ordinal of the GPU whose memory will be registered; it overrides the settings. -1 for
                 the GPU of the settings, or for host memory if the settings have no GPU.
 
         Raises:
             ConfigError, PeerUnreachable: no address of this host can be used; see `own_address`.
-            TransportUnavailable: a dependency or kernel feature is missing, or the transport uses
-                another wire than the configured one.
+            TransportUnavailable: a dependency or kernel feature is missing, or the transport does not use the configured
+                protocol or NIC.
         """
         raise ConfigError(f"transport {self.name!r}: its configuration must define create()")
 

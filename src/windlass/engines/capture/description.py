@@ -180,7 +180,8 @@ class Captured:
     def rounded(self) -> dict[str, DType]:
         """Checkpoint tensor -> dtype to which this rank rounds its values after an update.
 
-        Only tensors whose values updates write into the parameter itself (`Rounding.in_place`).
+        Contains a tensor only if updates write its values directly into the parameter, not into a buffer
+        (`Rounding.in_place`).
         """
         in_place = (rounding for rounding in self.roundings if rounding.in_place)
         return {tensor: found.dtype for found in in_place for tensor in found.parts}

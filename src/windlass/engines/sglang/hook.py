@@ -286,7 +286,11 @@ def has_sessions() -> bool:
 
 
 def orders_change_nothing(model: torch.nn.Module) -> bool:
-    """Return True if neither repacking the weights (after an order) nor unpacking them (before an order) changes a tensor.
+    """Return True if SGLang's own steps before and after an order leave every tensor unchanged.
+
+    SGLang unpacks the weights before each order (a command that this loader carries out) and repacks them afterwards.
+    Repack and unpack them once, restore the model, and return True if no tensor moved or changed. Also return True if this
+    release of SGLang does neither.
 
     Call this during an order, when weights are unpacked.
     """

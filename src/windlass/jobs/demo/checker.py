@@ -247,8 +247,9 @@ def _kept_distances(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return two distances per sample between the engine's and the checker's log-probabilities.
 
-    A distance is the mean absolute difference over the sample's tokens. For the first distance, the checker computes each
-    token with the version that the token names. For the second distance, it uses the version before the named version.
+    A distance is the mean absolute difference over the sample's tokens. For the first distance, the checker computes the
+    log-probability of each token with the token's version in `sample.versions`. For the second distance, it uses the
+    version before that.
 
     Like an engine that continues requests after an update, the checker reuses the keys and values that older versions
     computed for earlier tokens.
@@ -281,11 +282,12 @@ def _fresh_distances(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return two distances per sample between the engine's and the checker's log-probabilities.
 
-    A distance is the mean absolute difference over the sample's tokens. For the first distance, the checker computes each
-    token with the version that the token names. For the second distance, it uses the version before the named version.
+    A distance is the mean absolute difference over the sample's tokens. For the first distance, the checker computes the
+    log-probability of each token with the token's version in `sample.versions`. For the second distance, it uses the
+    version before that.
 
-    The checker uses one version for a token and its whole context. One forward pass per version covers all tokens that
-    name the version: the model is causal, so later tokens do not change the result.
+    The checker uses one version for a token and its whole context. One forward pass per version covers all tokens with
+    this version: the model is causal, so later tokens do not change the result.
 
     Args:
         models: models that run forward passes in parallel, each in its own thread.

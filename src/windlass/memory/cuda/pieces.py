@@ -138,7 +138,7 @@ def cut_link(program: LinkProgram, *, at_source: bool) -> CutLink:
     counts = sizes[which]
     first = np.append(0, np.cumsum(counts))
     payloads = _numbers(op.nbytes for op in ops)
-    # Index of each piece's original in the concatenated cuts.
+    # Ops that are alike share one cut. `rows` says, for each piece, which row of the concatenated cuts it copies.
     rows = np.repeat((np.cumsum(sizes) - sizes)[which] - first[:-1], counts) + np.arange(first[-1])
     # Copy the rows as opaque bytes: numpy copies structured rows field by field, which is slow.
     opaque = np.dtype((np.void, PIECE.itemsize))
@@ -166,11 +166,12 @@ def block_tables(
 
     Args:
         program: program of the link.
-        sources: (num_parameters,) addresses of the source's parameters. None at the destination, whose kernels only
-            hash the bytes that arrived. For a float8 scale, the source's piece reads a whole block to compute the
-            scale, and the destination's piece hashes one element.
+        sources: (num_parameters,) addresses of the source's parameters. None to build the destination's pieces, whose
+            kernels only hash the bytes that arrived. For a float8 scale, the source's piece reads a whole block to
+            compute the scale, and the destination's piece hashes one element.
         targets: (num_parameters,) addresses of the destination's parameters, as the kernels of this GPU see them.
-        staging_address: address of the packed payload of staged ops. 0: kernels store elements at final addresses.
+        staging_address: address of the staging memory. Pieces of ops whose payload goes there (`BoundOp.lands`) point into
+            it, packed. 0: all pieces point into the parameters.
 
     Returns:
         Kind -> `PIECE` array. Positions count from the start of the link's payload.
@@ -367,12 +368,12 @@ def payload_parts(found: OpPieces, limit: int) -> Iterator[PayloadPart]:
 
 
 def _closed_ends(found: OpPieces, pieces: StructuredArray, starts: Int64Array) -> Int64Array:
-    """Return, in ascending order, the indices at which a part of the sorted pieces can end; the last is `len(pieces)`.
+    """Return the indices at which the sorted pieces can be divided, ascending; the last is `len(pieces)`.
 
-    A part can end at index i if the payload of all pieces before i ends before piece i begins.
+    They can be divided at index i if no piece before i has payload bytes at or after the start of piece i.
 
     Args:
-        found: the op; gives the size of its elements.
+        found: the op. Its dtype and its transform give the payload size of a piece.
         pieces: the sorted pieces.
         starts: (num_pieces,) position of each piece in the op's payload, in bytes.
     """

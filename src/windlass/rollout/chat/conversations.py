@@ -152,7 +152,10 @@ class Conversations:
         return number
 
     def _encode_whole(self, text: str) -> tuple[int, ...]:
-        """Return the token ids of a text with special tokens, see `text_prompt`."""
+        """Encode a text and add the model's special tokens; see `text_prompt`.
+
+        If the text already starts with the first of them, do not add it twice.
+        """
         ids = self._text.encode(text, add_special_tokens=True)
         first = self._text.encode("", add_special_tokens=True)[:1]
         return ids[1:] if first and ids[:2] == first * 2 else ids

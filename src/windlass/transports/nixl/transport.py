@@ -308,11 +308,14 @@ class NixlPeer(NetworkPeer):
         return _Transfer(self._agent, self.endpoint.incarnation, pieces, gpus)
 
     def reach(self, deadline: Deadline) -> None:
-        """Check the connection with a probe write; reconnect if the probe fails. This method takes the lock.
+        """Check the connection with a probe write. This method takes the lock.
+
+        If the probe fails and UCX may use TCP, reconnect and send another probe; reconnect at most `CONNECTIONS` times.
 
         Raises:
-            PeerUnreachable: no probe write arrived; nothing of the batch was sent.
-            TransferFailed, TransferOutcomeUnknown: see `refuse_open`.
+            PeerUnreachable: every probe write failed, the peer's process has ended, a probe write did not end by the
+                deadline, other writes to the peer still run, or NIXL refuses to reconnect. Only probes were sent.
+            TransferFailed, TransferOutcomeUnknown: see `held` and `refuse_open`.
         """
         for _ in range(CONNECTIONS):
             connection = self._connection
@@ -557,7 +560,8 @@ class NixlTransport(NetworkTransport[NixlPeer]):
     def _key_of(self, native: object, nbytes: int) -> str:
         """Return the key of one region.
 
-        The key includes the metadata of the page for probe writes, so that a peer can load the regions in any order.
+        Peers send probe writes to one page of this process (`_scratch`). The key of every region also contains this page's
+        metadata, so a peer can send a probe after it has loaded any one region.
         """
         step = self._step_nbytes if 0 < self._step_nbytes < nbytes else 0
         keys = [
