@@ -12,8 +12,10 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
+from http import HTTPStatus
 from pathlib import Path
 from types import ModuleType
+from urllib.error import HTTPError
 
 import msgspec
 import pytest
@@ -125,19 +127,23 @@ class Colocated:
             ranks: the trainer's ranks.
             version: number of the update.
             has_new_engines: whether the server joins with this update.
-            is_asleep: whether the server sleeps. If not, it has memory, but its weights may be mixed.
+            is_asleep: whether the server sleeps. If not, it has memory, but its weights may be of two versions, so it
+                refuses requests until the update.
         """
-        checkpoint, waiting = self.folder / str(version), self.ask()
+        checkpoint, waiting = self.folder / str(version), self.ask() if is_asleep else None
         order = Order(self.server.url, "train", version, str(checkpoint))
         ranks.publish(order)
-        if is_asleep:
+        if waiting:
             self.call("/resume_memory_occupation", WAKES_WEIGHTS)
-        self.must_wait(waiting)
+            self.must_wait(waiting)
+        else:
+            self.must_refuse()
         words = "update new" if has_new_engines else "update"
         ranks.publish(msgspec.structs.replace(order, transport=words))
-        if is_asleep:
+        if waiting:
             self.must_wait(waiting)
             self.call("/resume_memory_occupation", WAKES_CACHES)
+        waiting = waiting or self.ask()
         assert waiting.result(WAITING_S).versions == [version] * NUM_TOKENS
         assert self.server.digests() == self.server.digests_of_fresh_load(checkpoint)
         check_answer(self.server, checkpoint, version)
@@ -145,6 +151,13 @@ class Colocated:
     def must_wait(self, waiting: Future[Sample]) -> None:
         with pytest.raises(TimeoutError):
             waiting.result(MUST_WAIT_S)
+
+    def must_refuse(self) -> None:
+        """Check that a server with weights of two versions refuses requests with the reason."""
+        with pytest.raises(HTTPError) as refused:
+            self.ask().result(WAITING_S)
+        assert refused.value.code == HTTPStatus.SERVICE_UNAVAILABLE
+        assert "weights" in refused.value.read().decode()
 
 
 @contextmanager
@@ -193,13 +206,11 @@ def test_colocated_servers_and_trainers_take_turns(
             assert endings[0] != 0
             assert "RoundAborted" in ranks.logs[0].read_text()
         turns.call("/resume_memory_occupation", WAKES_CACHES)
-        waiting = turns.ask()
-        turns.must_wait(waiting)
+        turns.must_refuse()
         given = {**COLOCATE, "update_weight_start_version": 50}
         monkeypatch.setenv("SLIME_ARGS", json.dumps(given))
         with started(save("dense", 1, tmp_path / "new")) as ranks:
             turns.turn(ranks, 51, has_new_engines=True, is_asleep=False)
-        assert waiting.result(WAITING_S).versions == [51] * NUM_TOKENS
 
 
 def update(
