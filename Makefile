@@ -109,7 +109,7 @@ engines: setup
 	test -n "$(WINDLASS_VLLM_VENV)" || bash tools/engines/install.sh vllm .venv-vllm $(VENV)
 	test -n "$(WINDLASS_SGLANG_VENV)" || bash tools/engines/install.sh sglang .venv-sglang $(VENV)
 
-# Live servers on this machine's CPU: a selection that covers the matrix (about 35 minutes on two cores), or the whole
+# Live servers on this machine's CPU: a selection that covers the matrix (134 minutes beside other work, 2026-11-30), or the whole
 # matrix with FULL=1. The results go to docs/capabilities.md.
 test-engines: engines
 	WINDLASS_ENGINES=$(if $(FULL),all) WINDLASS_CAPABILITIES=docs/capabilities.json \
