@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import operator
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any, Protocol, runtime_checkable
+from typing import Annotated, Any, Protocol, runtime_checkable
 
 import msgspec
 
@@ -14,6 +14,9 @@ from windlass.errors import DECODE_ERRORS, ConfigError, ProtocolError
 LARGEST_INTEGER = (1 << 63) - 1
 """Largest integer in a message. msgpack cannot encode much larger integers, and a message that cannot be encoded
 would block all later messages."""
+_Integers = tuple[Annotated[int, msgspec.Meta(ge=-LARGEST_INTEGER, le=LARGEST_INTEGER)], ...]
+_Numbers = tuple[float, ...]
+"""Types of plain values. msgspec checks 128 numbers in 1 to 2 us, Python code in 3 to 4 us (an EPYC core)."""
 MAX_VALUE_NBYTES = 16 << 20
 """Largest size of a workflow's return value or arguments."""
 MAX_VALUE_ITEMS = 1 << 17
@@ -77,8 +80,13 @@ def plain_numbers(what: str, values: object) -> tuple[float, ...]:
     Raises:
         ConfigError: a value is not a finite number; the message begins with `what`.
     """
-    if type(values) is tuple and set(map(type, values)) <= {float} and all(map(_isfinite, values)):
-        return values
+    try:
+        numbers = msgspec.convert(values, _Numbers)
+    except msgspec.ValidationError:
+        numbers = None
+    # A sum is finite only if all its terms are finite. A sum of finite numbers may overflow; then look at each number.
+    if numbers is not None and math.isfinite(sum(numbers)):
+        return numbers
     found = _listed(what, values, "numbers")
     return tuple([plain_number(f"{what}[{index}]", value) for index, value in enumerate(found)])
 
@@ -89,17 +97,18 @@ def plain_integers(what: str, values: object) -> tuple[int, ...]:
     Raises:
         ConfigError: a value is not an integer of at most 63 bits; the message begins with `what`.
     """
-    if type(values) is tuple and set(map(type, values)) <= {int}:
-        found: tuple[int, ...] = values
-    else:
-        try:
-            # `operator.index` returns booleans unchanged, and msgpack would send them as booleans. So call `int`, too.
-            found = tuple([int(operator.index(each)) for each in _listed(what, values, "integers")])
-        except (TypeError, RuntimeError) as error:
-            raise ConfigError(f"{what} must be integers, got {_short(values)}") from error
-    if found and not (min(found) >= -LARGEST_INTEGER and max(found) <= LARGEST_INTEGER):
+    try:
+        return msgspec.convert(values, _Integers)
+    except msgspec.ValidationError:
+        found = _listed(what, values, "integers")
+    try:
+        # `operator.index` returns booleans unchanged, and msgpack would send them as booleans. So call `int`, too.
+        plain = tuple([int(operator.index(each)) for each in found])
+    except (TypeError, RuntimeError) as error:
+        raise ConfigError(f"{what} must be integers, got {_short(values)}") from error
+    if plain and not (min(plain) >= -LARGEST_INTEGER and max(plain) <= LARGEST_INTEGER):
         raise ConfigError(f"{what} must be integers of at most 63 bits, got {_short(values)}")
-    return found
+    return plain
 
 
 def plain_booleans(what: str, values: object) -> tuple[bool, ...]:
@@ -118,9 +127,6 @@ def plain_booleans(what: str, values: object) -> tuple[bool, ...]:
     if not {*plain} <= {0, 1}:
         raise ConfigError(f"{what} must be booleans, got {_short(values)}")
     return tuple(map(bool, plain))
-
-
-_isfinite: Callable[[Any], bool] = math.isfinite
 
 
 def _listed(what: str, values: object, kind: str) -> list[Any]:
