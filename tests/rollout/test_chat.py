@@ -6,10 +6,10 @@ import asyncio
 import json
 import time
 from collections.abc import AsyncIterator
-from contextlib import AsyncExitStack
+from contextlib import AsyncExitStack, asynccontextmanager
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import aiohttp
 import msgspec
@@ -69,6 +69,9 @@ class SeededEngine(FakeEngine):
         return await super()._generate(http_request)
 
 
+E = TypeVar("E", bound=FakeEngine)
+
+
 class Rig:
     """A controller that runs workflows in its own loop."""
 
@@ -93,6 +96,13 @@ class Rig:
 
     def client(self, session: Any) -> Client:
         return Client(self.http, session.base_url, session.api_key)
+
+
+@asynccontextmanager
+async def rig_with(engine: E, folder: Path) -> AsyncIterator[tuple[E, Rig]]:
+    """Start an engine, and yield it and a rig whose workflows call it."""
+    async with engine, AsyncExitStack() as stack:
+        yield engine, Rig(stack, engine.url, folder)
 
 
 @pytest.fixture
@@ -498,9 +508,7 @@ async def test_an_agent_without_parallel_calls_gets_the_first_call(tmp_path: Pat
 async def test_a_generation_that_an_update_aborts_continues_with_both_versions(
     folder: Path,
 ) -> None:
-    async with AsyncExitStack() as stack:
-        engine = await stack.enter_async_context(FakeEngine("engine"))
-        rig = Rig(stack, engine.url, folder)
+    async with rig_with(FakeEngine("engine"), folder) as (engine, rig):
 
         async def agent(context: WorkflowContext) -> None:
             async with context.chat_endpoint() as session:
@@ -743,9 +751,7 @@ async def test_an_engine_that_fails_ends_the_attempt_and_the_next_attempt_succee
     clients: list[Client] = []
     failing: list[asyncio.Task[Any]] = []
     body = {"messages": [QUESTION]}
-    async with AsyncExitStack() as stack:
-        engine = await stack.enter_async_context(FakeEngine("engine"))
-        rig = Rig(stack, engine.url, folder)
+    async with rig_with(FakeEngine("engine"), folder) as (engine, rig):
 
         async def agent(context: WorkflowContext) -> int:
             engine.failing = False
@@ -771,9 +777,7 @@ async def test_an_engine_that_fails_ends_the_attempt_and_the_next_attempt_succee
 async def test_a_block_that_ends_with_a_failed_request_fails_its_attempt(
     folder: Path, raises: bool, caplog: pytest.LogCaptureFixture
 ) -> None:
-    async with AsyncExitStack() as stack:
-        engine = await stack.enter_async_context(FakeEngine("engine"))
-        rig = Rig(stack, engine.url, folder)
+    async with rig_with(FakeEngine("engine"), folder) as (engine, rig):
         asking: list[asyncio.Task[Any]] = []
 
         async def agent(context: WorkflowContext) -> int:
@@ -799,9 +803,7 @@ async def test_a_block_that_ends_with_a_failed_request_fails_its_attempt(
 async def test_a_failed_session_accepts_no_reward(folder: Path) -> None:
     statuses: list[int] = []
     refused: list[BaseException | None] = []
-    async with AsyncExitStack() as stack:
-        engine = await stack.enter_async_context(FakeEngine("engine"))
-        rig = Rig(stack, engine.url, folder)
+    async with rig_with(FakeEngine("engine"), folder) as (engine, rig):
 
         async def agent(context: WorkflowContext) -> int:
             engine.failing = context.attempt == 1
@@ -877,9 +879,7 @@ async def test_a_repeated_request_gets_the_same_answer_and_makes_no_second_turn(
 
 
 async def test_equal_requests_above_the_limit_wait_for_answers_of_their_own(folder: Path) -> None:
-    async with AsyncExitStack() as stack:
-        engine = await stack.enter_async_context(FakeEngine("engine"))
-        rig = Rig(stack, engine.url, folder)
+    async with rig_with(FakeEngine("engine"), folder) as (engine, rig):
 
         async def agent(context: WorkflowContext) -> None:
             async with context.chat_endpoint() as session:
@@ -900,9 +900,7 @@ async def test_equal_requests_above_the_limit_wait_for_answers_of_their_own(fold
 
 async def test_a_repetition_of_an_unanswered_request_gets_no_earlier_answer(folder: Path) -> None:
     again = {"X-Stainless-Retry-Count": "1"}
-    async with AsyncExitStack() as stack:
-        engine = await stack.enter_async_context(FakeEngine("engine"))
-        rig = Rig(stack, engine.url, folder)
+    async with rig_with(FakeEngine("engine"), folder) as (engine, rig):
 
         async def agent(context: WorkflowContext) -> None:
             async with context.chat_endpoint() as session:
@@ -931,9 +929,7 @@ async def test_a_repetition_of_a_running_request_gets_its_answer(
     folder: Path, *, streams: bool, goes_away: bool
 ) -> None:
     """The client's timeout has passed, or its connection is lost; the endpoint learns of that later, or never."""
-    async with AsyncExitStack() as stack:
-        engine = await stack.enter_async_context(FakeEngine("engine"))
-        rig = Rig(stack, engine.url, folder)
+    async with rig_with(FakeEngine("engine"), folder) as (engine, rig):
 
         async def agent(context: WorkflowContext) -> None:
             async with context.chat_endpoint() as session:
@@ -967,9 +963,7 @@ async def test_a_repetition_of_a_running_request_gets_its_answer(
 
 
 async def test_the_seed_of_a_request_reaches_the_engine_unchanged(folder: Path) -> None:
-    async with AsyncExitStack() as stack:
-        engine = await stack.enter_async_context(SeededEngine("engine"))
-        rig = Rig(stack, engine.url, folder)
+    async with rig_with(SeededEngine("engine"), folder) as (engine, rig):
 
         async def agent(context: WorkflowContext) -> None:
             async with context.chat_endpoint(request_sampling=True) as session:
@@ -986,9 +980,7 @@ async def test_a_request_in_the_moment_when_its_session_expires_gets_the_reason(
 ) -> None:
     """The request arrives before the loop has told the workflow that the idle time is over."""
     refused: list[ApiError] = []
-    async with AsyncExitStack() as stack:
-        engine = await stack.enter_async_context(FakeEngine("engine"))
-        rig = Rig(stack, engine.url, folder)
+    async with rig_with(FakeEngine("engine"), folder) as (_, rig):
 
         async def agent(context: WorkflowContext) -> None:
             if context.attempt > 1:
@@ -1016,9 +1008,7 @@ async def test_a_request_in_the_moment_when_its_session_expires_gets_the_reason(
 
 
 async def test_a_client_that_goes_away_leaves_no_turn(folder: Path) -> None:
-    async with AsyncExitStack() as stack:
-        engine = await stack.enter_async_context(FakeEngine("engine"))
-        rig = Rig(stack, engine.url, folder)
+    async with rig_with(FakeEngine("engine"), folder) as (engine, rig):
 
         async def agent(context: WorkflowContext) -> None:
             async with context.chat_endpoint() as session:
@@ -1036,9 +1026,7 @@ async def test_a_client_that_goes_away_leaves_no_turn(folder: Path) -> None:
 
 
 async def test_the_end_of_a_session_ends_its_requests_without_turns(folder: Path) -> None:
-    async with AsyncExitStack() as stack:
-        engine = await stack.enter_async_context(FakeEngine("engine"))
-        rig = Rig(stack, engine.url, folder)
+    async with rig_with(FakeEngine("engine"), folder) as (engine, rig):
         asking: list[asyncio.Task[Any]] = []
 
         async def agent(context: WorkflowContext) -> None:
@@ -1073,9 +1061,7 @@ async def until_turns(context: WorkflowContext, num_turns: int) -> None:
 
 
 async def test_branches_name_their_turns_if_requests_overlap(folder: Path) -> None:
-    async with AsyncExitStack() as stack:
-        engine = await stack.enter_async_context(HoldsOne("engine"))
-        rig = Rig(stack, engine.url, folder)
+    async with rig_with(HoldsOne("engine"), folder) as (engine, rig):
 
         async def agent(context: WorkflowContext) -> Any:
             async with context.chat_endpoint() as session:
@@ -1101,9 +1087,7 @@ async def test_branches_name_their_turns_if_requests_overlap(folder: Path) -> No
 async def test_a_lost_request_of_a_session_that_ends_leaves_no_finished_choice(
     folder: Path,
 ) -> None:
-    async with AsyncExitStack() as stack:
-        engine = await stack.enter_async_context(HoldsOne("engine"))
-        rig = Rig(stack, engine.url, folder)
+    async with rig_with(HoldsOne("engine"), folder) as (engine, rig):
 
         async def agent(context: WorkflowContext) -> None:
             async with context.chat_endpoint() as session:
