@@ -20,7 +20,7 @@ from windlass.plugins import Registry
 
 _log = logging.getLogger(__name__)
 LOST_RETURNCODE = -int(signal.SIGKILL)
-"""Exit status of a process whose end the cluster did not report."""
+"""Exit status of a process if the cluster did not report its end."""
 END_DEADLINE_S = 30.0
 """Longest time to wait for the end of a killed process."""
 
@@ -240,7 +240,7 @@ class _Process:
 
     Attributes:
         spec: spec of the process, including the scheduler's environment variables.
-        reservation: id of the reservation in which the process runs.
+        reservation: id of the reservation of the process.
         reserved: spec of the process that made the reservation.
         pid: see `ProcessStatus`.
         returncode: see `ProcessStatus`.
@@ -428,9 +428,9 @@ class Scheduler:
         elif process.pid:
             await self._try_signal(name, signal.SIGKILL)
         if not process.pid:
-            # The process was never launched, so there is no end to wait for.
+            # The process was never launched, so do not wait until it ends.
             process.task.cancel()
-        # A killed process may hang in a system call, for example on a file system whose server does not answer.
+        # A killed process may hang in a system call, for example on a network file system without a server.
         _, pending = await asyncio.wait([process.task], timeout=END_DEADLINE_S)
         if pending:
             _log.error("%s was killed and has not ended within %s s", name, END_DEADLINE_S)
@@ -460,7 +460,7 @@ class Scheduler:
             await self._backend.close()
 
     def _process(self, name: str) -> _Process:
-        """Return the process of this name; raise `ConfigError` if there is none."""
+        """Return the process `name`; raise `ConfigError` if the scheduler has no such process."""
         if name not in self._processes:
             raise ConfigError(f"scheduler: no process named {name!r}")
         return self._processes[name]

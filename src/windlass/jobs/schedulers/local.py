@@ -20,7 +20,7 @@ from windlass.jobs.schedulers import parent_watchdog
 from windlass.jobs.schedulers.base import ClusterBackend, ProcessSpec, Scheduler, SchedulerConfig
 
 START_DEADLINE_S = 60.0
-"""Longest time in which the watchdog must start."""
+"""Deadline for the start of the watchdog."""
 VISIBLE = "CUDA_VISIBLE_DEVICES"
 """Variable with the GPUs that a process sees, separated by commas."""
 

@@ -57,7 +57,7 @@ class RaySchedulerConfig(SchedulerConfig, frozen=True, tag="ray"):
 
     @property
     def crosses_hosts(self) -> bool:
-        """Whether the scheduler uses an existing cluster whose address is not a loopback address."""
+        """Whether the scheduler uses an existing cluster, and its address is not a loopback address."""
         return bool(self.address) and not is_loopback(
             self.address.rpartition(":")[0] or self.address
         )

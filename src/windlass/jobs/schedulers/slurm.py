@@ -48,7 +48,7 @@ COMMAND_DEADLINE_S = 30.0
 MAX_UNPROVEN = 64
 """Largest number of connections that have not sent a lease yet. If more connect, the oldest of them is closed."""
 JOB_ID = re.compile(r"(\d+)(;.*)?$")
-"""Line with which `sbatch --parsable` prints the id of a job."""
+"""Output of `sbatch --parsable`: the id of a job."""
 OWNED_OPTIONS = (
     *("array", "cpus-per-task", "error", "export", "gpus", "gpus-per-node", "gpus-per-socket"),
     *("gpus-per-task", "gres", "hold", "jobid", "job-name", "nodes", "ntasks", "ntasks-per-node"),
@@ -328,7 +328,7 @@ class SlurmBackend(ClusterBackend):
         return code if code <= 128 else 128 - code
 
     async def signal(self, name: str, signal_number: int) -> None:
-        """Send a signal to the process `name`: to every step of its Slurm job that has this name.
+        """Send a signal to the process `name`: to every step with this name in its Slurm job.
 
         Do nothing if there is no such step.
         """
