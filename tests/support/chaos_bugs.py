@@ -430,7 +430,7 @@ INTRUDER_BUGS = (
         "on_reply",
         "if reply.round_id == self.round_id and self.sessions.get(worker) is session:",
         "if self.sessions.get(worker) is session:",
-        100087,
+        100294,
     ),
     Bug(
         "anybody reports writes to a predecessor",
