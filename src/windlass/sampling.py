@@ -4,17 +4,22 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, cast
 
 import msgspec
 
-from windlass.config import check_numbers
 from windlass.errors import ConfigError
 
 NUM_SEEDS = 1 << 31
 """Number of seeds; every engine accepts seeds in [0, `NUM_SEEDS`)."""
 _LARGEST_BIAS = 100.0
 _REGEX_SIGNS = re.compile(r"([\\^$.|?*+()\[\]{}])")
+
+
+def is_integer(value: object) -> bool:
+    """Return whether a value is a Python integer."""
+    return isinstance(value, int) and not isinstance(value, bool)
 
 
 def is_count(value: object) -> bool:
@@ -25,11 +30,6 @@ def is_count(value: object) -> bool:
 def is_number(value: object) -> bool:
     """Return whether a value is a Python integer or float."""
     return isinstance(value, int | float) and not isinstance(value, bool)
-
-
-def _are_all(values: object, kind: type) -> bool:
-    """Return whether `values` is a tuple or list of values of this type."""
-    return isinstance(values, tuple | list) and all(isinstance(each, kind) for each in values)
 
 
 class SamplingParams(msgspec.Struct, frozen=True, gc=False, kw_only=True, omit_defaults=True):
@@ -88,51 +88,18 @@ class SamplingParams(msgspec.Struct, frozen=True, gc=False, kw_only=True, omit_d
     adapter: str = ""
 
     def __post_init__(self) -> None:
-        check_numbers(self, {"max_new_tokens": 1, "min_new_tokens": 0}, where="sampling: ")
-        penalties = ("repetition_penalty", "frequency_penalty", "presence_penalty")
-        for name in ("temperature", "top_p", "min_p", *penalties):
-            if not is_number(value := getattr(self, name)):
-                raise ConfigError(f"sampling: {name} must be a Python int or float, got {value!r}")
-        is_all = self.top_k == -1 and not isinstance(self.top_k, bool)
-        rules = {
-            "temperature": (0 <= self.temperature < math.inf, ">= 0 and finite"),
-            "top_p": (0 < self.top_p <= 1, "in (0, 1]"),
-            "top_k": (is_count(self.top_k) or is_all, ">= 1, or -1 for all"),
-            "min_p": (0 <= self.min_p <= 1, "in [0, 1]"),
-            "repetition_penalty": (0 < self.repetition_penalty < math.inf, "> 0 and finite"),
-            "frequency_penalty": (-2 <= self.frequency_penalty <= 2, "in [-2, 2]"),
-            "presence_penalty": (-2 <= self.presence_penalty <= 2, "in [-2, 2]"),
-            "logit_bias": (
-                _is_bias(self.logit_bias),
-                "a mapping from token ids to numbers in [-100, 100]",
-            ),
-            "sampling_seed": (
-                _is_seed(self.sampling_seed),
-                f"an integer in [0, {NUM_SEEDS}), or None",
-            ),
-            "priority": (type(self.priority) is int, "an integer"),
-            "min_new_tokens": (
-                self.min_new_tokens <= self.max_new_tokens,
-                f"<= max_new_tokens={self.max_new_tokens}",
-            ),
-            "stop": (
-                _are_all(self.stop, str) and all(self.stop),
-                "a tuple of texts, none of them empty",
-            ),
-            "stop_token_ids": (_are_all(self.stop_token_ids, int), "a tuple of integers"),
-            "ignore_eos": (isinstance(self.ignore_eos, bool), "true or false"),
-            "adapter": (isinstance(self.adapter, str), "text"),
-            "json_schema": (isinstance(self.json_schema, str), "text"),
-            "regex": (isinstance(self.regex, str), "text"),
-            "ebnf": (isinstance(self.ebnf, str), "text"),
-            "choice": (
-                _are_all(self.choice, str) and all(self.choice),
-                "a tuple of texts, none of them empty",
-            ),
-        }
-        for name, (is_met, rule) in rules.items():
-            if not is_met:
-                raise ConfigError(f"sampling: {name} must be {rule}, got {getattr(self, name)!r}")
+        for name, default in _DEFAULTS.items():
+            value = getattr(self, name)
+            # Defaults need no check. A worker decodes these parameters for each attempt, and most fields have their default.
+            if value is default:
+                continue
+            for is_met, rule in _RULES[name]:
+                if not is_met(value):
+                    raise ConfigError(f"sampling: {name} must be {rule}, got {value!r}")
+        if self.min_new_tokens > self.max_new_tokens:
+            raise ConfigError(
+                f"sampling: min_new_tokens must be <= max_new_tokens={self.max_new_tokens}, got {self.min_new_tokens!r}"
+            )
         structures = [name for name in _STRUCTURES if getattr(self, name)]
         if len(structures) > 1:
             first, second = structures[:2]
@@ -163,9 +130,6 @@ class SamplingParams(msgspec.Struct, frozen=True, gc=False, kw_only=True, omit_d
         return msgspec.structs.replace(self, sampling_seed=seed)
 
 
-_STRUCTURES = ("json_schema", "regex", "ebnf", "choice")
-
-
 def _is_seed(value: object) -> bool:
     """Return whether a value is a seed or None."""
     return value is None or (type(value) is int and 0 <= value < NUM_SEEDS)
@@ -177,3 +141,46 @@ def _is_bias(bias: object) -> bool:
         type(token) is int and token >= 0 and is_number(value) and abs(value) <= _LARGEST_BIAS
         for token, value in bias.items()
     )
+
+
+def _are_all(values: object, kind: type) -> bool:
+    """Return whether `values` is a tuple or list of values of this type."""
+    return isinstance(values, tuple | list) and all(isinstance(each, kind) for each in values)
+
+
+def _are_texts(values: object) -> bool:
+    """Return whether `values` is a tuple or list of texts that are not empty."""
+    return _are_all(values, str) and all(cast("Sequence[str]", values))
+
+
+_Rule = tuple[Callable[[Any], bool], str]
+"""Function that returns whether a value meets the rule, and the text of the rule."""
+_NUMBER: _Rule = (is_number, "a Python int or float")
+_TEXT: _Rule = (lambda value: isinstance(value, str), "text")
+_TEXTS: _Rule = (_are_texts, "a tuple of texts, none of them empty")
+_PENALTY: _Rule = (lambda value: -2 <= value <= 2, "in [-2, 2]")
+_RULES: Mapping[str, tuple[_Rule, ...]] = {
+    "max_new_tokens": ((is_integer, "an integer >= 1"), (is_count, ">= 1")),
+    "temperature": (_NUMBER, (lambda value: 0 <= value < math.inf, ">= 0 and finite")),
+    "top_p": (_NUMBER, (lambda value: 0 < value <= 1, "in (0, 1]")),
+    "top_k": ((lambda value: value == -1 or is_count(value), ">= 1, or -1 for all"),),
+    "min_p": (_NUMBER, (lambda value: 0 <= value <= 1, "in [0, 1]")),
+    "repetition_penalty": (_NUMBER, (lambda value: 0 < value < math.inf, "> 0 and finite")),
+    "frequency_penalty": (_NUMBER, _PENALTY),
+    "presence_penalty": (_NUMBER, _PENALTY),
+    "logit_bias": ((_is_bias, "a mapping from token ids to numbers in [-100, 100]"),),
+    "sampling_seed": ((_is_seed, f"an integer in [0, {NUM_SEEDS}), or None"),),
+    "priority": ((lambda value: type(value) is int, "an integer"),),
+    "min_new_tokens": ((is_integer, "an integer >= 0"), (lambda value: value >= 0, ">= 0")),
+    "stop": (_TEXTS,),
+    "json_schema": (_TEXT,),
+    "regex": (_TEXT,),
+    "ebnf": (_TEXT,),
+    "choice": (_TEXTS,),
+    "stop_token_ids": ((lambda value: _are_all(value, int), "a tuple of integers"),),
+    "ignore_eos": ((lambda value: isinstance(value, bool), "true or false"),),
+    "adapter": (_TEXT,),
+}
+"""Field -> its rules. A field must meet its first rule before the second one is asked."""
+_DEFAULTS = {field.name: field.default for field in msgspec.structs.fields(SamplingParams)}
+_STRUCTURES = ("json_schema", "regex", "ebnf", "choice")

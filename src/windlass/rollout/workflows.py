@@ -381,7 +381,8 @@ class Attempts:
 
     def start(self, task: RolloutTask) -> None:
         """Start an attempt that is not running yet."""
-        job = asyncio.create_task(self._run(task), name=f"attempt-{task.task_id}")
+        # `asyncio.create_task` would call the loop's task factory, see `contain_tasks`. It is for tasks of workflows only.
+        job = asyncio.Task(self._run(task), name=f"attempt-{task.task_id}")
         self.running[task.task_id, task.attempt] = job
         job.add_done_callback(partial(self._ended, task))
 
