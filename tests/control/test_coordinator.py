@@ -37,6 +37,7 @@ from windlass.control.journal import Journal, JournalEntry, JournalKind
 from windlass.control.messages import (
     AGENT_FRAMES,
     CONTROLLER_FRAMES,
+    Abort,
     Announce,
     Command,
     Done,
@@ -918,7 +919,11 @@ async def test_trainers_of_an_earlier_run_keep_their_place_after_publishing() ->
     [
         ({"epoch": 2**64 - 1}, r"epoch must be in \[0, 2\^53\), got 18446744073709551615"),
         ({"epoch": 2**53}, r"epoch must be in"),
-        ({"epoch": 2**40}, r"epoch must be at most 1048576 above this controller's epoch 1, got"),
+        (
+            {"received_epoch": 2**40},
+            r"received_epoch must be at most 1048576 above this controller's epoch 1, got",
+        ),
+        ({"epoch": 2**40}, r"received_epoch must be in \[1099511627776, 2\^53\), got 0"),
         ({"round": 2**64 - 1}, r"round must be in"),
         ({"served_version": 2**53}, r"served_version must be in \[-1, 2\^53\)"),
         ({"served_version": -2}, r"served_version must be in"),
@@ -970,6 +975,35 @@ async def test_agents_obey_a_restarted_controller_without_epochs() -> None:
                 num_trainers=2, engines=("a", "late-2"), deadline_s=20
             )
             assert "a" in (await rig.publish(9)).engines
+        await rig.close_agents()
+
+
+async def test_new_controller_exceeds_the_epoch_of_a_command_that_was_not_begun() -> None:
+    begun, ends = threading.Event(), threading.Event()
+
+    def hang(_command: Command) -> None:
+        begun.set()
+        assert ends.wait(20)
+
+    async with FakeFleet() as rig:
+        await rig.start({"a": 1})
+        await rig.publish(0)
+        engine, channel = rig.engines["a/0"], rig.channels["a/0"]
+        session, epoch = rig.coordinator.members.sessions["a/0"], rig.coordinator.run.round_id.epoch
+        engine.on_command = hang
+        await session.send(Envelope(epoch, 50, 1, Abort("the engine hangs in this command")))
+        assert await asyncio.to_thread(begun.wait, 20)
+        await session.send(Envelope(epoch + 3, 51, 1, Abort("the engine does not begin this")))
+        await rig.close_controller()
+        assert await asyncio.to_thread(channel.wait_disconnected, 20)
+        engine.on_command = lambda _command: None
+        ends.set()
+        async with FakeFleet(port=rig.port) as second:
+            members = second.coordinator.members
+            await members.wait_for_fleet(num_trainers=2, engines=("a",), deadline_s=20)
+            hello = members.sessions["a/0"].agent.hello
+            assert (hello.epoch, hello.received_epoch) == (epoch, epoch + 3)
+            assert (await rig.publish(9)).engines == ("a",)
         await rig.close_agents()
 
 

@@ -181,6 +181,7 @@ def test_a_repeated_answer_after_a_welcome_does_not_count_as_a_resume() -> None:
             hello_of("a", VERSION),
             lineage=rig.coordinator.run.lineage,
             epoch=5,
+            received_epoch=5,
             round=7,
             not_resumed="away",
         )

@@ -214,7 +214,7 @@ class Intruder:
         coordinator = self.world.controller.coordinator
         far = coordinator.run.round_id.epoch + (1 << 21)
         yield "an epoch out of bounds", self.hello(epoch=MAX_COUNT + 1)
-        yield "an epoch far ahead", self.hello(epoch=min(far, MAX_COUNT))
+        yield "an epoch far ahead", self.hello(received_epoch=min(far, MAX_COUNT))
         yield "a round out of bounds", self.hello(round=MAX_COUNT + 1)
         yield "a version out of bounds", self.hello(served_version=MAX_COUNT + 1)
         yield "a version below none", self.hello(served_version=-2)

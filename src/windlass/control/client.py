@@ -87,10 +87,14 @@ class AgentChannel(Client[Command | Probe, Result, Welcome | UpdateReport]):
         self._hello, self._handler = hello, handler
 
     def hello(self) -> Hello:
-        """Return the `Hello` for a new connection, with this host and with the newest command's epoch and round."""
+        """Return the `Hello` for a new connection, with this host and with the ids of the newest commands."""
         epoch, round_number = self.stored.newest
         return msgspec.structs.replace(
-            self._hello(), epoch=epoch, round=round_number, host=host_identity()
+            self._hello(),
+            epoch=epoch,
+            round=round_number,
+            received_epoch=self.stored.newest_received[0],
+            host=host_identity(),
         )
 
     def on_frame(self, frame: Welcome | UpdateReport) -> None:

@@ -86,9 +86,11 @@ class Hello(msgspec.Struct, frozen=True, tag="hello"):
             version sends the lineage from its last `Welcome`. Empty if there is none.
         job: from a trainer rank, identity of its job: equal for all ranks of one start of the trainers, and different
             for every other start.
-        epoch: epoch of the newest command that the agent has begun. A restarted controller raises its own epoch to at
-            least this one.
+        epoch: epoch of the newest command that the agent has begun.
         round: round of that command.
+        received_epoch: epoch of the newest command that the agent has received, at least `epoch`. The agent refuses the
+            commands that it had not begun when the connection was lost, and all later commands of their rounds. A
+            restarted controller therefore raises its own epoch to at least this one.
         mixed_weights: whether the live weights may be of two versions.
         applied: from an engine rank, version that the rank has verified and made live, if the connection was lost before
             the command to serve it; -1 for none. `mixed_weights` is then True, because other ranks of the engine may
@@ -122,6 +124,7 @@ class Hello(msgspec.Struct, frozen=True, tag="hello"):
     served_version: int = -1
     epoch: int = 0
     round: int = 0
+    received_epoch: int = 0
     mixed_weights: bool = False
     applied: int = -1
     can_send: bool = False

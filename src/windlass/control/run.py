@@ -74,16 +74,17 @@ class Run:
         for name, value, least in (
             ("epoch", hello.epoch, 0),
             ("round", hello.round, 0),
+            ("received_epoch", hello.received_epoch, hello.epoch),
             ("served_version", hello.served_version, -1),
         ):
             if not least <= value <= MAX_COUNT:
                 raise ProtocolError(
                     f"{hello.worker}: {name} must be in [{least}, 2^53), got {value}"
                 )
-        if hello.epoch > self.round_id.epoch + MAX_EPOCHS_AHEAD:
+        if hello.received_epoch > self.round_id.epoch + MAX_EPOCHS_AHEAD:
             raise ProtocolError(
-                f"{hello.worker}: epoch must be at most {MAX_EPOCHS_AHEAD} above this "
-                f"controller's epoch {self.round_id.epoch}, got {hello.epoch}"
+                f"{hello.worker}: received_epoch must be at most {MAX_EPOCHS_AHEAD} above this "
+                f"controller's epoch {self.round_id.epoch}, got {hello.received_epoch}"
             )
         ours = hello.lineage in {"", self.lineage}
         if hello.role is Role.TRAINER and not ours and self.journal.is_kept:
@@ -100,8 +101,9 @@ class Run:
         A controller without a journal file also accepts a version of another run from a trainer, until the controller has
         bound a plan. It never accepts such a version from an engine, because the engine may have served an unrelated run.
         """
-        # Agents never accept a lower epoch than before, even from a new controller.
-        epoch = max(self.round_id.epoch, hello.epoch)
+        # Agents never accept a lower epoch than before, even from a new controller. Calls of this controller must also differ
+        # from calls that an agent has not begun, because the agent may still answer those.
+        epoch = max(self.round_id.epoch, hello.received_epoch)
         self.round_id = self.round_id._replace(epoch=epoch)
         version, fleet = hello.served_version, self.fleet
         if hello.lineage == self.lineage:

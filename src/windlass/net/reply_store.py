@@ -17,13 +17,14 @@ class ReplyStore(Generic[ResultT]):
 
     Attributes:
         newest: (epoch, round) of the newest call that was looked up.
+        newest_received: (epoch, round) of the newest call that has arrived, whether looked up or not.
     """
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self.newest: tuple[int, int] = (0, 0)
-        self._received: tuple[int, int] = (0, 0)
-        self._void = self._received
+        self.newest_received: tuple[int, int] = (0, 0)
+        self._void = self.newest_received
         self._replies: dict[CallId, Reply[ResultT]] = {}
 
     def __len__(self) -> int:
@@ -55,7 +56,7 @@ class ReplyStore(Generic[ResultT]):
 
     def received(self, round_id: RoundId) -> None:
         """Record that a call of this round has arrived at this peer, even if earlier calls must be executed first."""
-        self._received = max(self._received, round_id)
+        self.newest_received = max(self.newest_received, round_id)
 
     def void(self) -> None:
         """Make `lookup` refuse new calls of all rounds up to the newest round that `received` has recorded.
@@ -63,7 +64,7 @@ class ReplyStore(Generic[ResultT]):
         Call this when the connection is lost. The server then leaves this peer out of the running round, so the server's
         next call to this peer belongs to a later round.
         """
-        self._void = self._received
+        self._void = self.newest_received
 
     def store(self, reply: Reply[ResultT]) -> None:
         """Store a reply, so that `lookup` returns it if the same call arrives again."""
