@@ -173,6 +173,25 @@ async def test_an_outcome_after_a_gap_is_not_acknowledged(
     assert (await handles[1]).output_ids == (42,)
 
 
+async def test_an_acknowledgement_that_is_sent_again_leaves_no_gap(
+    played: tuple[RolloutController, PlayedWorker],
+) -> None:
+    controller, worker = played
+    handles = [controller.submit((1,), SAMPLING) for _ in range(2)]
+    tasks = [await worker.task() for _ in handles]
+    received = worker.received
+    first, second = (accepted(task.task_id, task.attempt, token=42) for task in tasks)
+    assert await worker.deliver(1, first) == 1
+    # The connection broke before this acknowledgement arrived, so the worker still has the first outcome.
+    worker.received = received
+    await worker.socket.close()
+    await worker.connect(*(AttemptKey(task.task_id, task.attempt) for task in tasks))
+    assert await asyncio.wait_for(worker.acknowledged.get(), WITHIN_S) == 1
+    # The worker has dropped the first outcome now.
+    assert await worker.deliver(2, second) == 2
+    assert (await handles[1]).output_ids == (42,)
+
+
 async def test_tasks_that_were_not_received_are_sent_again_over_the_next_connection(
     played: tuple[RolloutController, PlayedWorker],
 ) -> None:

@@ -656,7 +656,9 @@ class WorkerPool:
             self._lose(known, "another process registered under this name")
         if isinstance(known, RemoteWorker) and known.hello.incarnation == hello.incarnation:
             worker = known
-            worker.next_outcome = hello.oldest_outcome
+            # The Hello may name an outcome that this controller has used, because the acknowledgement was lost with the last
+            # connection. `attach` sends this acknowledgement again, and the worker then continues after this outcome.
+            worker.next_outcome = max(worker.next_outcome, hello.oldest_outcome)
             if worker.lost_timer is not None:
                 worker.lost_timer.cancel()
         else:
