@@ -466,7 +466,7 @@ RARE_BUGS = (
         "lookup",
         "if round_id < self.newest or",
         "if False or",
-        5,
+        -1,
     ),
     Bug(
         "what came over a lost connection is carried out after it",
@@ -474,7 +474,7 @@ RARE_BUGS = (
         "void",
         "self._void = self.newest_received",
         "pass",
-        47,
+        15,
     ),
 )
 """Bugs behind another defence. About one schedule in a hundred finds them; only
