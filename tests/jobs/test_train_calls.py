@@ -12,9 +12,9 @@ import msgspec
 import pytest
 from idle_scheduler import IdleScheduler
 
-from windlass.errors import ConfigError, PeerUnreachable, ProtocolError
+from windlass.errors import ConfigError, PeerUnreachable, ProtocolError, TrainerError
 from windlass.jobs.train_controller import TrainController
-from windlass.jobs.train_worker import CONTROLLER_FRAMES, Done, Joined, TrainWorker
+from windlass.jobs.train_worker import CONTROLLER_FRAMES, Done, Joined, Setup, TrainWorker
 from windlass.net.access import Access, role_token
 from windlass.net.messages import PROTOCOL_VERSION, Envelope, Refused, Reply, encode
 from windlass.net.server import ControlServer
@@ -43,8 +43,12 @@ async def answer_everything(
     *,
     rank: int = 0,
     world_size: int = 1,
+    place: tuple[int, int] = (0, 1),
 ) -> None:
-    """Run a rank of the job that `scheduler` was asked to start. The rank answers every call."""
+    """Run a rank of the job that `scheduler` was asked to start. The rank answers every call.
+
+    `place` is the answer to `Setup`: the data-parallel rank and size.
+    """
     job = await scheduler.job()
     headers = {"Authorization": f"Bearer {role_token(TOKEN, Access.TRAINER)}"}
     async with (
@@ -55,7 +59,10 @@ async def answer_everything(
         async for message in socket:
             call = CONTROLLER_FRAMES.decode(message.data)
             if isinstance(call, Envelope):
-                await socket.send_bytes(encode(Reply(call.epoch, call.round, call.seq, Done())))
+                done = Done()
+                if isinstance(call.command, Setup):
+                    done = Done(data_parallel_rank=place[0], data_parallel_size=place[1])
+                await socket.send_bytes(encode(Reply(call.epoch, call.round, call.seq, done)))
 
 
 async def test_actor_and_critic_share_a_server_under_different_names() -> None:
@@ -211,3 +218,28 @@ async def test_a_second_process_of_a_rank_waits_for_the_first_to_leave() -> None
         )
         await trainers.close(grace_s=1)
         await rank
+
+
+@pytest.mark.parametrize(
+    ("places", "says"),
+    [
+        ([(0, 2), (0, 2)], r"got no data-parallel rank 1 of 2 from 2 ranks: its groups would not"),
+        ([(0, 2), (0, 1)], r"trainer-1: setup must return the same .*, got size 1, and size 2 on"),
+    ],
+)
+async def test_data_parallel_ranks_that_lose_or_double_groups_are_refused(
+    places: list[tuple[int, int]], says: str
+) -> None:
+    """Regression: the first ranks got groups 0 and 2 of each step twice, and no rank got groups 1 and 3."""
+    scheduler = IdleScheduler()
+    async with mounted(scheduler, 2) as (trainers, url):
+        ranks = [
+            asyncio.create_task(
+                answer_everything(url, scheduler, rank=rank, world_size=2, place=place)
+            )
+            for rank, place in enumerate(places)
+        ]
+        with pytest.raises(TrainerError, match=says):
+            await trainers.start(url, deadline_s=20)
+        await trainers.close(grace_s=1)
+        await asyncio.gather(*ranks)

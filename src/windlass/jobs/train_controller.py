@@ -259,7 +259,7 @@ class TrainController:
         Raises:
             ConfigError: the scheduler cannot start the processes.
             TrainerError: a rank died, or did not connect and finish `setup` within `deadline_s`; or its `setup` raised,
-                or returned data-parallel numbers out of range.
+                or the data-parallel numbers that the ranks returned do not give each group to one data-parallel rank.
         """
         deadline = Deadline.after(deadline_s, "connect")
         await self._end_ranks(BROKEN_GRACE_S)
@@ -291,6 +291,27 @@ class TrainController:
                     f"{len(self._ranks)}, got rank {done.data_parallel_rank} and size {done.data_parallel_size}"
                 )
             rank.data_parallel = done
+        self._check_places()
+
+    def _check_places(self) -> None:
+        """Check that the data-parallel ranks of all ranks give each group of a step to a data-parallel rank, and to only one.
+
+        Raises:
+            TrainerError: two ranks have different numbers of data-parallel ranks, or a data-parallel rank is missing.
+        """
+        rule = "setup must return the same data-parallel size on all ranks, and each data-parallel rank below this size"
+        first, size = self._ranks[0].peer, self._ranks[0].data_parallel.data_parallel_size
+        for rank in self._ranks:
+            if (other := rank.data_parallel.data_parallel_size) != size:
+                raise TrainerError(
+                    f"{rank.peer}: {rule}, got size {other}, and size {size} on {first}"
+                )
+        found = {rank.data_parallel.data_parallel_rank for rank in self._ranks}
+        if missing := sorted({*range(size)} - found):
+            raise TrainerError(
+                f"{rule}, got no data-parallel rank {missing[0]} of {size} from {counted(len(self._ranks), 'rank')}: "
+                "its groups would not be trained on"
+            )
 
     async def train_step(
         self, step: int, groups: Sequence[Sequence[TrainingSample]], *, deadline_s: float
