@@ -297,6 +297,55 @@ def test_catch_up_attempts_back_off_and_end(mode: UpdateMode) -> None:
 
 
 @BOTH
+def test_engine_without_a_donor_says_why_it_waits(mode: UpdateMode) -> None:
+    async def scenario(rig: Rig) -> None:
+        def reasons() -> dict[str, str]:
+            return {state.name: state.reason for state in rig.coordinator.fleet.states()}
+
+        rig.coordinator.fleet.publish(VERSION, rig.coordinator.run.lineage)
+        await rig.join("c", served=-1)
+        await asyncio.sleep(0.5)
+        waits = f"it waits for the next version, because no engine can send it version {VERSION}: "
+        assert reasons() == {"c": waits + "no engine serves it"}
+        silent = msgspec.structs.replace(
+            hello_of("a", VERSION), lineage=rig.coordinator.run.lineage, can_send=False
+        )
+        await rig.admit("a", silent)
+        for _ in range(2):
+            await asyncio.sleep(0.5)
+            assert reasons() == {"a": "", "c": waits + "a cannot send its weights"}
+            rig.coordinator.catch_ups.bring_up_soon()
+        with pytest.raises(PeerTimeout, match="a cannot send its weights"):
+            await rig.coordinator.members.wait_for_version(VERSION, engines=["c"], deadline_s=1.0)
+        await rig.join("b")
+        await asyncio.sleep(0.5)
+        assert reasons() == dict.fromkeys("abc", "")
+        assert rig.routable == {"a", "b", "c"}
+
+    with simulated(mode) as rig:
+        rig.loop.run_until_complete(scenario(rig))
+
+
+@BOTH
+def test_engine_with_mixed_weights_says_that_it_waits_for_the_trainers(mode: UpdateMode) -> None:
+    async def scenario(rig: Rig) -> None:
+        await rig.join("a")
+        mixed = msgspec.structs.replace(
+            hello_of("c", VERSION), lineage=rig.coordinator.run.lineage, mixed_weights=True
+        )
+        await rig.admit("c", mixed)
+        await asyncio.sleep(0.5)
+        reason = next(s.reason for s in rig.coordinator.fleet.states() if s.name == "c")
+        assert reason.endswith("; it waits for the trainers, which may still write into it")
+        await rig.join_trainer(job="first")
+        await asyncio.sleep(0.5)
+        assert rig.routable == {"a", "c"}
+
+    with simulated(mode) as rig:
+        rig.loop.run_until_complete(scenario(rig))
+
+
+@BOTH
 def test_a_donor_that_died_during_a_write_is_replaced_after_the_write_deadline(
     mode: UpdateMode,
 ) -> None:

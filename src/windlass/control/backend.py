@@ -21,7 +21,7 @@ from windlass.control.links import Link
 from windlass.control.messages import Command, Result
 from windlass.control.report import UpdateReport
 from windlass.control.session import AgentSession
-from windlass.errors import ConfigError, ProtocolError
+from windlass.errors import ConfigError, PlanError, ProtocolError
 from windlass.layout.manifest import ShardManifest
 from windlass.net.messages import RoundId
 from windlass.planning.plan import TransferPlan
@@ -153,11 +153,14 @@ class Backend:
         candidates: Sequence[Group],
         trainers: Sequence[ShardManifest],
         planner: Planner,
-    ) -> tuple[Group, TransferPlan] | None:
+    ) -> tuple[Group, TransferPlan]:
         """Choose the engine that sends its weights to `newcomer`, an engine that is behind; see `donors.find_donor`.
 
         Returns:
-            The engine and the plan of the copy; None if no candidate can send the right bytes.
+            The engine and the plan of the copy.
+
+        Raises:
+            PlanError: no candidate can send the right bytes.
         """
         return find_donor(newcomer, candidates, trainers, planner)
 
@@ -179,9 +182,13 @@ class OwnPathBackend(Backend):
         candidates: Sequence[Group],  # noqa: ARG002
         trainers: Sequence[ShardManifest],  # noqa: ARG002
         planner: Planner,  # noqa: ARG002
-    ) -> tuple[Group, TransferPlan] | None:
-        """Return None: engine ranks of this backend cannot send, so an engine that is behind waits for the next version."""
-        return None
+    ) -> tuple[Group, TransferPlan]:
+        """Raise an error: engine ranks of this backend cannot send, so an engine that is behind waits for the next version.
+
+        Raises:
+            PlanError: always.
+        """
+        raise PlanError("engines of this backend cannot send their weights")
 
 
 def backend_of(config: UpdateBackend | DrivenBackend) -> Backend:

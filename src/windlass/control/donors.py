@@ -22,7 +22,7 @@ def find_donor(
     candidates: Sequence[Group],
     trainers: Sequence[ShardManifest],
     planner: Planner,
-) -> tuple[Group, TransferPlan] | None:
+) -> tuple[Group, TransferPlan]:
     """Find an engine that can send the newcomer the same bytes as the trainers would.
 
     The call blocks for seconds if the model is large, because it compiles a plan for each candidate.
@@ -34,20 +34,27 @@ def find_donor(
         planner: compiles plans.
 
     Returns:
-        The first suitable engine, and the plan of the copy; None if no candidate is suitable.
+        The first suitable engine, and the plan of the copy.
+
+    Raises:
+        PlanError: no candidate is suitable; the message has a reason for each.
     """
+    reasons: list[str] = []
     for donor in candidates:
         if not all(agent.hello.can_send for agent in donor.agents.values()):
+            reasons.append(f"{donor.name} cannot send its weights")
             continue
         own = tensors_to_keep(donor, newcomer.manifests)
         try:
             plan = planner(donor.manifests, [m.without(own) for m in newcomer.manifests])
-        except PlanError:
-            # This engine cannot fill a tensor of the newcomer.
+        # This engine cannot fill a tensor of the newcomer.
+        except PlanError as error:
+            reasons.append(f"{donor.name}: {error}")
             continue
         if _is_exact(plan, trainers, donor.rounded, newcomer.rounded):
             return donor, plan
-    return None
+        reasons.append(f"{donor.name} has rounded values, or values of another dtype")
+    raise PlanError("; ".join(reasons))
 
 
 def tensors_to_keep(donor: Group, newcomer: Sequence[ShardManifest]) -> frozenset[str]:

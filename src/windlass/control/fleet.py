@@ -109,8 +109,8 @@ class Group:
         lineage: lineage of the run that `version` belongs to.
         status: state of the engine; only `move` changes it.
         reason: cause of the state; empty if no fault is known.
-        catch_up: reason why the last catch-up of the engine (a copy from another engine) failed; empty once the engine
-            has published a version.
+        catch_up: text that says why the engine did not get the published version from another engine: none can send it, or
+            the last copy (catch-up) failed. Empty once the engine has published a version.
         old_tensors: text about tensors with values of an earlier version, which no trainer sends; empty for none. Only a
             catch-up or a new process ends this.
     """
@@ -777,11 +777,13 @@ class Fleet:
         texts = (engine.reason or self._held_up(engine), engine.catch_up, engine.old_tensors)
         return "; ".join(filter(None, texts))
 
-    def note_catch_up_failed(self, name: str, reason: str) -> None:
-        """Store the reason why a catch-up of an engine failed; do nothing for a group that is no engine."""
-        group = self._groups.get(name)
-        if group is not None and group.role is Role.ENGINE:
-            group.catch_up = f"its catch-up failed: {reason}"
+    def note_catch_up(self, name: str, text: str) -> bool:
+        """Store `Group.catch_up` of an engine, and return whether it has changed. Do nothing for a group that is no engine."""
+        group, text = self._groups.get(name), text[:MAX_REASON_LENGTH]
+        if group is None or group.role is not Role.ENGINE or group.catch_up == text:
+            return False
+        group.catch_up = text
+        return True
 
     def note_old_tensors(self, name: str, tensors: str) -> str:
         """Store that an engine may have old values of some tensors, and return the text that the status shows.

@@ -38,7 +38,7 @@ from windlass.control.report import RoundOutcome, UpdateReport
 from windlass.control.round_runner import RoundRunner
 from windlass.control.run import Run
 from windlass.control.session import RankCaller, describe, failures_of
-from windlass.errors import PeerUnreachable, WindlassError
+from windlass.errors import PeerUnreachable, PlanError, WindlassError
 from windlass.layout.manifest import Role, ShardManifest
 from windlass.net.clock import Backoff
 from windlass.net.messages import Envelope, Reply
@@ -68,7 +68,7 @@ class _Attempts:
         version: the version.
         clean: True if the engine had no mixed weights before the first attempt. Since then, only these attempts can have
             written into the engine, and no trainer.
-        unable: donors from which the engine cannot get the same bytes as from the trainers.
+        unable: donors from which the engine cannot get the same bytes as from the trainers, and the reason.
         failures: donor -> number of failed attempts with this donor.
         due_s: earliest time of the next attempt, on the loop's clock.
     """
@@ -76,7 +76,7 @@ class _Attempts:
     newcomer: frozenset[Identity]
     version: int
     clean: bool
-    unable: set[frozenset[Identity]] = field(default_factory=set)
+    unable: dict[frozenset[Identity], str] = field(default_factory=dict)
     failures: Counter[frozenset[Identity]] = field(default_factory=Counter)
     due_s: float = 0.0
 
@@ -265,38 +265,47 @@ class CatchUps:
     async def _bring_up(self, newcomer: Group) -> None:
         """Copy the published version from another engine to `newcomer`, unless it serves this version already.
 
-        Make one attempt. Do nothing if no engine can be the donor, if too many attempts have failed, if the delay after
-        the last failure has not passed, or if an absent trainer may still be writing into the engine. After a failure,
-        start a task that makes the next attempt later.
+        Make one attempt. Do nothing if too many attempts have failed, or if the delay after the last failure has not
+        passed. If no engine can be the donor, or if an absent trainer may still be writing into the engine, record this as
+        the reason why the engine waits (`Group.catch_up`). After a failure, start a task that makes the next attempt later.
         """
         version = self._fleet.published
         if self._fleet.serves(newcomer):
             self._attempts.pop(newcomer.name, None)
+            self._note(newcomer.name, "")
             return
         is_mixed = newcomer.status is EngineStatus.MIXED_WEIGHTS
         attempts = self._attempts_of(newcomer.name, newcomer.identities, clean=not is_mixed)
         # Before the first version no engine can be a donor, so skip the search. Its cost is
         # quadratic in the number of engines.
-        donors = filter(self._fleet.serves, self._fleet.engines()) if version >= 0 else ()
+        if version < 0 or attempts.failures.total() >= MAX_ATTEMPTS:
+            return
+        if asyncio.get_running_loop().time() < attempts.due_s:
+            return
         trainers = self._fleet.trainers()
+        donors = list(filter(self._fleet.serves, self._fleet.engines()))
         candidates = sorted(
             (donor for donor in donors if donor.identities not in attempts.unable),
             key=lambda donor: attempts.failures[donor.identities],
         )
-        if not candidates or attempts.failures.total() >= MAX_ATTEMPTS:
-            return
-        if asyncio.get_running_loop().time() < attempts.due_s:
+        if not candidates:
+            reasons = {attempts.unable[donor.identities]: None for donor in donors}
+            self._note_no_donor(newcomer, "; ".join(reasons))
             return
         is_writer_away = trainers is None or not trainers.complete
         if is_mixed and not attempts.clean and is_writer_away:
-            # The absent trainer may still be writing into this engine.
+            away = ", ".join(self._fleet.away()) or "the trainers"
+            self._note(newcomer.name, f"it waits for {away}, which may still write into it")
             return
         find, published_from = self._backend.find_donor, self._published_from()
-        found = await asyncio.to_thread(find, newcomer, candidates, published_from, self._planner)
-        if found is None:
-            attempts.unable.update(donor.identities for donor in candidates)
+        try:
+            donor, plan = await asyncio.to_thread(
+                find, newcomer, candidates, published_from, self._planner
+            )
+        except PlanError as error:
+            attempts.unable.update((donor.identities, str(error)) for donor in candidates)
+            self._note_no_donor(newcomer, str(error))
             return
-        donor, plan = found
         # Read this before the copy, because the group may change during the copy.
         donor_identities = donor.identities
         try:
@@ -310,6 +319,22 @@ class CatchUps:
             self._attempts.pop(newcomer.name, None)
         else:
             self._failed(newcomer.name, attempts, donor_identities, report.reason)
+
+    def _note_no_donor(self, newcomer: Group, reason: str) -> None:
+        """Record that an engine waits for the next version, because no other engine can send it the published version.
+
+        Args:
+            newcomer: the engine that waits.
+            reason: why the engines that serve the version cannot send it; empty if no engine serves it.
+        """
+        version = self._fleet.published
+        why = f"no engine can send it version {version}: {reason or 'no engine serves it'}"
+        self._note(newcomer.name, f"it waits for the next version, because {why}")
+
+    def _note(self, name: str, text: str) -> None:
+        """Record why an engine does not have the published version. Wake the coroutines that wait if the text has changed."""
+        if self._fleet.note_catch_up(name, text):
+            self._changes.notify()
 
     def _published_from(self) -> Sequence[ShardManifest]:
         """Return the manifests of the trainer ranks that published the version; empty if they are not known.
@@ -357,7 +382,7 @@ class CatchUps:
         After `MAX_ATTEMPTS` failures, log a warning and start no task.
         """
         attempts.failures[donor] += 1
-        self._fleet.note_catch_up_failed(name, reason)
+        self._fleet.note_catch_up(name, f"its catch-up failed: {reason}")
         self._changes.notify()
         num_failed = attempts.failures.total()
         delay_s = BACKOFF.after(num_failed)
