@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from typing import final
 
@@ -14,20 +15,34 @@ from idle_scheduler import IdleScheduler
 
 from windlass.errors import ConfigError, PeerUnreachable, ProtocolError, TrainerError
 from windlass.jobs.train_controller import TrainController
-from windlass.jobs.train_worker import CONTROLLER_FRAMES, Done, Joined, Setup, TrainWorker
+from windlass.jobs.train_worker import (
+    CONTROLLER_FRAMES,
+    Done,
+    Joined,
+    Setup,
+    TakeTensors,
+    TrainCommand,
+    TrainStep,
+    TrainWorker,
+)
 from windlass.net.access import Access, role_token
 from windlass.net.messages import PROTOCOL_VERSION, Envelope, Refused, Reply, encode
 from windlass.net.server import ControlServer
+from windlass.rollout.batches import BatchQueue
+from windlass.rollout.messages import TrainingSample
+from windlass.rollout.tensors import SampleTensor
 
 TOKEN = "a-token"
 
 
 @asynccontextmanager
 async def mounted(
-    scheduler: IdleScheduler, world_size: int = 1
+    scheduler: IdleScheduler, world_size: int = 1, batches: BatchQueue | None = None
 ) -> AsyncIterator[tuple[TrainController, str]]:
     server = ControlServer(host="127.0.0.1", port=0, token=TOKEN)
-    trainers = TrainController(scheduler, command=("true",), world_size=world_size, token=TOKEN)
+    trainers = TrainController(
+        scheduler, command=("true",), world_size=world_size, token=TOKEN, batches=batches
+    )
     trainers.mount(server)
     await server.start()
     try:
@@ -44,10 +59,11 @@ async def answer_everything(
     rank: int = 0,
     world_size: int = 1,
     place: tuple[int, int] = (0, 1),
+    before_answer: Callable[[TrainCommand], Awaitable[object]] | None = None,
 ) -> None:
     """Run a rank of the job that `scheduler` was asked to start. The rank answers every call.
 
-    `place` is the answer to `Setup`: the data-parallel rank and size.
+    `place` is the answer to `Setup`: the data-parallel rank and size. The rank awaits `before_answer` before each answer.
     """
     job = await scheduler.job()
     headers = {"Authorization": f"Bearer {role_token(TOKEN, Access.TRAINER)}"}
@@ -60,6 +76,8 @@ async def answer_everything(
             call = CONTROLLER_FRAMES.decode(message.data)
             if isinstance(call, Envelope):
                 done = Done()
+                if before_answer is not None:
+                    await before_answer(call.command)
                 if isinstance(call.command, Setup):
                     done = Done(data_parallel_rank=place[0], data_parallel_size=place[1])
                 await socket.send_bytes(encode(Reply(call.epoch, call.round, call.seq, done)))
@@ -243,3 +261,112 @@ async def test_data_parallel_ranks_that_lose_or_double_groups_are_refused(
             await trainers.start(url, deadline_s=20)
         await trainers.close(grace_s=1)
         await asyncio.gather(*ranks)
+
+
+def group(number: int, num_elements: int = 0) -> list[TrainingSample]:
+    values = [float(number * 1000 + index) for index in range(num_elements)]
+    sample = TrainingSample(
+        prompt_ids=(1,),
+        output_ids=(2,),
+        logprobs=(-0.5,),
+        versions=(0,),
+        reward=float(number),
+        group_id=number,
+        engine="e",
+        tensors={"x": SampleTensor.of([values])} if values else {},
+    )
+    return [sample]
+
+
+async def test_a_cancelled_step_reaches_all_ranks_before_the_next_step() -> None:
+    """Regression: rank 0 got a step that was cancelled, and rank 1, without a connection at that time, never got it."""
+    scheduler, got = IdleScheduler(), list[tuple[int, int]]()
+    begun, finish = asyncio.Event(), asyncio.Event()
+
+    async def run(rank: int) -> None:
+        async def note(command: TrainCommand) -> None:
+            if isinstance(command, TrainStep):
+                got.append((rank, command.step))
+                begun.set()
+                await finish.wait()
+
+        place = (rank, 2)
+        await answer_everything(
+            url, scheduler, rank=rank, world_size=2, place=place, before_answer=note
+        )
+
+    async with mounted(scheduler, 2) as (trainers, url):
+        ranks = [asyncio.create_task(run(rank)) for rank in range(2)]
+        await trainers.start(url, deadline_s=20)
+        ranks[1].cancel()
+        await asyncio.gather(ranks[1], return_exceptions=True)
+        step = asyncio.create_task(trainers.train_step(0, [group(0), group(1)], deadline_s=20))
+        await begun.wait()
+        step.cancel()
+        await asyncio.gather(step, return_exceptions=True)
+        assert step.cancelled()
+        ranks[1] = asyncio.create_task(run(1))
+        finish.set()
+        await trainers.train_step(1, [group(2), group(3)], deadline_s=20)
+        assert sorted(got) == [(0, 0), (0, 1), (1, 0), (1, 1)]
+        await trainers.close(grace_s=1)
+        await asyncio.gather(*ranks)
+
+
+async def test_a_step_gets_its_own_tensors_while_others_are_fetched() -> None:
+    """Regression: the ranks trained on the groups that a call at the same time had fetched for the step after it."""
+    scheduler, got = IdleScheduler(), list[str]()
+
+    async def note(command: TrainCommand) -> None:
+        if isinstance(command, TakeTensors):
+            got.append(f"take {[g[0].group_id for g in command.groups]}")
+            # By then, the other call waits for the ranks.
+            await asyncio.sleep(0.5)
+        if isinstance(command, TrainStep):
+            given = "taken" if command.groups is None else "sent"
+            got.append(f"train step {command.step} on {given} groups")
+
+    batches = BatchQueue(inline_nbytes=8)
+    try:
+        async with mounted(scheduler, batches=batches) as (trainers, url):
+            rank = asyncio.create_task(answer_everything(url, scheduler, before_answer=note))
+            await trainers.start(url, deadline_s=20)
+            first, second = [group(1, 64)], [group(2, 64)]
+            await asyncio.gather(
+                trainers.train_step(0, first, deadline_s=20),
+                trainers.take_tensors(1, second, deadline_s=20),
+            )
+            await trainers.train_step(1, second, deadline_s=20)
+            assert got == [
+                "take [1]",
+                "train step 0 on taken groups",
+                "take [2]",
+                "train step 1 on taken groups",
+            ]
+            await trainers.close(grace_s=1)
+            await rank
+    finally:
+        batches.close()
+
+
+async def test_close_does_not_wait_for_the_deadline_of_a_call() -> None:
+    """Regression: `close` waited until the step of another task had reached its deadline."""
+    scheduler, begun = IdleScheduler(), asyncio.Event()
+
+    async def hang(command: TrainCommand) -> None:
+        if isinstance(command, TrainStep):
+            begun.set()
+            await asyncio.Event().wait()
+
+    async with mounted(scheduler) as (trainers, url):
+        rank = asyncio.create_task(answer_everything(url, scheduler, before_answer=hang))
+        await trainers.start(url, deadline_s=20)
+        step = asyncio.create_task(trainers.train_step(0, [group(0)], deadline_s=15))
+        await begun.wait()
+        began = time.monotonic()
+        await trainers.close(grace_s=0.5)
+        assert time.monotonic() - began < 10
+        with pytest.raises(TrainerError, match="trainer-0 is ended by `start` or `close`"):
+            await step
+        rank.cancel()
+        await asyncio.gather(rank, return_exceptions=True)

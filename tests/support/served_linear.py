@@ -7,6 +7,7 @@ from contextlib import contextmanager
 
 import torch
 
+from windlass.control.engine_agent import EngineHooks
 from windlass.engines.client import EngineClient, EngineWeights
 from windlass.layout.manifest import Role
 from windlass.testing.resting_engine import RestingEngine
@@ -18,7 +19,7 @@ __all__ = ["served_linear"]
 
 
 @contextmanager
-def served_linear(url: str, token: str) -> Iterator[torch.Tensor]:
+def served_linear(url: str, token: str, hooks: EngineHooks | None = None) -> Iterator[torch.Tensor]:
     """Join the fleet of the controller at `url` as engine "engine"; yield the (40, 24) weight. Blocks."""
     module = torch.nn.Linear(24, 40, bias=False).requires_grad_(requires_grad=False)
     module.weight.fill_(0.0)
@@ -31,7 +32,7 @@ def served_linear(url: str, token: str) -> Iterator[torch.Tensor]:
             regions=[transport.register(address, manifest.parameters[0].nbytes)],
         ),
         transport=transport,
-        hooks=RestingEngine(),
+        hooks=hooks or RestingEngine(),
         controller=url,
         token=token,
     ):

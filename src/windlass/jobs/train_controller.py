@@ -7,8 +7,8 @@ import hmac
 import logging
 import re
 import secrets
-from collections.abc import Coroutine, Mapping, Sequence
-from typing import Any, final
+from collections.abc import Callable, Coroutine, Mapping, Sequence
+from typing import Any, TypeVar, final
 
 import msgspec
 from aiohttp import web
@@ -80,6 +80,7 @@ class _RankFailed(TrainerError):
         self.rank = rank
 
 
+_T = TypeVar("_T")
 _Wait = asyncio.Future[TrainResult] | asyncio.Task[bool]
 """Answer of a rank, or the wait for its connection."""
 
@@ -153,6 +154,9 @@ class TrainController:
     If a rank dies, hangs or raises, other ranks may wait for this rank in a collective. So every later call raises the
     same error, until `start` restarts all ranks.
 
+    Calls run one after another, in the order in which they were made. If the caller of a running call is cancelled, the call
+    continues on all ranks, and the next call begins after it has ended. So a cancelled step may still be trained.
+
     Attributes:
         ranks_started: event that is set while the processes of all ranks are started.
 
@@ -225,6 +229,9 @@ class TrainController:
         self._failure = ""
         self._is_closing = False
         self._lock = asyncio.Lock()
+        """Lock held during a call of the ranks and during `publish`."""
+        self._call: asyncio.Task[Any] | None = None
+        """Task of the newest call that has begun. It holds `_lock`."""
 
     def mount(self, server: ControlServer) -> None:
         """Add the HTTP route for the ranks' connections to `server`, which must not have started yet.
@@ -283,7 +290,7 @@ class TrainController:
         await self._wait_for_all(joins, deadline)
         left_s = max(deadline.remaining_s, 0.1)
         setup = Setup(*self._store, left_s, self._sampling, collective_s)
-        answers = await self._collective([setup] * len(self._ranks), left_s)
+        answers = await self._in_turn(lambda: self._collective([setup] * len(self._ranks), left_s))
         for rank, done in zip(self._ranks, answers, strict=True):
             if not 0 <= done.data_parallel_rank < done.data_parallel_size <= len(self._ranks):
                 raise TrainerError(
@@ -331,8 +338,12 @@ class TrainController:
                 lost, no rank has trained, and the next call may train on other groups.
         """
         whole = check_groups("train_step", groups)
+        return await self._in_turn(lambda: self._train(step, whole, deadline_s))
+
+    async def _train(self, step: int, whole: Groups, deadline_s: float) -> StepResult:
+        """Do the work of `train_step` on checked groups."""
         if whole != self._looked_at:
-            lost = await self.take_tensors(step, whole, deadline_s=deadline_s)
+            lost = await self._take(step, whole, deadline_s)
             if lost:
                 raise TrainerError(
                     f"train_step: the ranks could not fetch {counted(len(lost), 'tensor')} of step {step}, because the holders "
@@ -362,8 +373,12 @@ class TrainController:
             TrainerError: a rank died, did not answer within `deadline_s`, or raised, for example because it has no
                 transport in common with a holder.
         """
-        self._are_taken, self._looked_at = False, None
         whole = check_groups("take_tensors", groups)
+        return await self._in_turn(lambda: self._take(step, whole, deadline_s))
+
+    async def _take(self, step: int, whole: Groups, deadline_s: float) -> frozenset[str]:
+        """Do the work of `take_tensors` on checked groups."""
+        self._are_taken, self._looked_at = False, None
         if self._batches is None:
             self._looked_at = whole
             return frozenset()
@@ -399,18 +414,23 @@ class TrainController:
             raise ConfigError(
                 "TrainController: publish needs a coordinator, but this object was created without one"
             )
+        coordinator = self._coordinator
+        await self._in_turn(lambda: self._publish(coordinator, version, deadline_s))
+
+    async def _publish(self, coordinator: Coordinator, version: int, deadline_s: float) -> None:
+        """Do the work of `publish`."""
         deadline = Deadline.after(deadline_s, "publish")
         await self._finish_update(deadline)
         left_s = max(deadline.remaining_s, 0.1)
         answers = await self._collective([PreparePublish(version)] * len(self._ranks), left_s)
-        self._under_way = self._coordinator.publish(version, deadline_s=left_s)
+        self._under_way = coordinator.publish(version, deadline_s=left_s)
         if self._is_served and all(answer.sends_copies for answer in answers):
             await self._wait_for(_copied(self._under_way), deadline)
         else:
             await self._finish_update(deadline)
             self._is_served = True
         self._stands_still = True
-        self._coordinator.catch_ups.serve_again()
+        coordinator.catch_ups.serve_again()
 
     async def finish_update(self, *, deadline_s: float) -> None:
         """Wait until the fleet serves the version of the last `publish`. Without replicas, `publish` has waited already.
@@ -426,9 +446,10 @@ class TrainController:
         Raises:
             TrainerError: the version was not published, a rank died, or the deadline passed.
         """
-        update, self._under_way = self._under_way, None
-        if update is not None:
+        if (update := self._under_way) is not None:
             await self._wait_for(_published(update), deadline)
+            if self._under_way is update:
+                self._under_way = None
 
     async def _wait_for(self, work: Coroutine[Any, Any, TrainResult], deadline: Deadline) -> None:
         """Run `work`, which waits for an update; stop as soon as a rank ends.
@@ -445,7 +466,7 @@ class TrainController:
         Raises:
             TrainerError: see `train_step`.
         """
-        await self._collective([Save(path)] * len(self._ranks), deadline_s)
+        await self._in_turn(lambda: self._collective([Save(path)] * len(self._ranks), deadline_s))
 
     async def load(self, path: str, *, deadline_s: float) -> None:
         """Let all ranks load the checkpoint that `save` wrote into the folder `path`.
@@ -453,7 +474,7 @@ class TrainController:
         Raises:
             TrainerError: see `train_step`.
         """
-        await self._collective([Load(path)] * len(self._ranks), deadline_s)
+        await self._in_turn(lambda: self._collective([Load(path)] * len(self._ranks), deadline_s))
 
     async def call(
         self, operation: str, argument: object = None, *, deadline_s: float
@@ -474,7 +495,7 @@ class TrainController:
             TrainerError: see `train_step`.
         """
         commands = self._commands(operation, [argument] * len(self._ranks))
-        answers = await self._collective(commands, deadline_s)
+        answers = await self._in_turn(lambda: self._collective(commands, deadline_s))
         return tuple(_value_of(rank, done) for rank, done in zip(self._ranks, answers, strict=True))
 
     async def map(
@@ -493,7 +514,8 @@ class TrainController:
         """
         indices = self._shard_indices()
         shards = [list(items[index::size]) for index, size in indices]
-        answers = await self._collective(self._commands(operation, shards), deadline_s)
+        commands = self._commands(operation, shards)
+        answers = await self._in_turn(lambda: self._collective(commands, deadline_s))
         found: list[Any] = [None] * len(items)
         for rank, (index, size), shard, answer in reversed(
             list(zip(self._ranks, indices, shards, answers, strict=True))
@@ -537,21 +559,26 @@ class TrainController:
         return [Operation(operation, encode_call_value(what, argument)) for argument in arguments]
 
     async def close(self, *, grace_s: float = 10.0) -> None:
-        """Wait for an update in progress, ask all ranks to stop, and end the processes that still run. Idempotent.
+        """Wait for calls and an update in progress, ask all ranks to stop, and end the processes that still run. Idempotent.
+
+        A call that has not ended before the processes end raises `TrainerError`.
 
         Args:
-            grace_s: limit in seconds of each of three waits: for the update, for the ranks' answers to `Stop`, and for
-                the end of the processes. After a failure, the ranks do not get `Stop`, and their processes have at most
-                `BROKEN_GRACE_S` to end.
+            grace_s: limit in seconds of each of three waits: for calls and the update, for the ranks' answers to `Stop`, and for
+                the end of the processes. After a failure, or if a call has not ended, the ranks do not get `Stop`, and their
+                processes have at most `BROKEN_GRACE_S` to end.
         """
         self._is_closing = True
         if not self._failure:
+            deadline = Deadline.after(grace_s, "publish")
             try:
-                await self._finish_update(Deadline.after(grace_s, "publish"))
+                await self._in_turn(lambda: self._finish_update(deadline), within_s=grace_s)
                 if self.ranks_started.is_set():
-                    await self._collective([Stop()] * len(self._ranks), grace_s)
+                    stops = [Stop()] * len(self._ranks)
+                    await self._in_turn(lambda: self._collective(stops, grace_s), within_s=grace_s)
             except TrainerError as error:
                 _log.warning("trainer ranks did not stop on request: %s", error)
+                self._failure = str(error)
         broken = bool(self._failure)
         self._failure = self._failure or "closed"
         await self._end_ranks(min(grace_s, BROKEN_GRACE_S) if broken else grace_s)
@@ -560,6 +587,7 @@ class TrainController:
         """End the processes of all started ranks at the same time, and close their connections.
 
         Each process has `grace_s` before SIGKILL. If ending a rank fails, end all other ranks, then raise the first error.
+        A call in progress fails. This method waits until it has failed.
 
         Clear `ranks_started`, so that the job starts no engines on the ranks' GPUs until `start` has started the ranks again.
         """
@@ -576,40 +604,62 @@ class TrainController:
         errors = [e for e in await asyncio.gather(*ends, return_exceptions=True) if e is not None]
         for error in errors[1:]:
             _log.error("a trainer rank was not ended: %s", error)
+        if ends and self._call is not None:
+            await asyncio.wait([self._call])
         if errors:
             raise errors[0]
+
+    async def _in_turn(
+        self, work: Callable[[], Coroutine[Any, Any, _T]], *, within_s: float | None = None
+    ) -> _T:
+        """Run `work` after all earlier calls have ended, and return its result.
+
+        If the caller is cancelled before `work` begins, do not run it. If the caller is cancelled later, `work` continues: some
+        ranks may have its command already, and the other ranks must get this command before any other.
+
+        Raises:
+            TrainerError: the earlier calls have not ended after `within_s`.
+        """
+        try:
+            async with asyncio.timeout(within_s):
+                await self._lock.acquire()
+        except TimeoutError:
+            raise TrainerError(
+                f"an earlier call of the ranks has not ended within {within_s} s"
+            ) from None
+        call = self._call = asyncio.create_task(work())
+        call.add_done_callback(lambda _: self._lock.release())
+        return await asyncio.shield(call)
 
     async def _collective(
         self, commands: Sequence[TrainCommand], deadline_s: float
     ) -> tuple[Done, ...]:
         """Send each rank its command, wait for all answers, and return the answers in rank order.
 
-        Only one such call runs at a time. Every command except `Save` may change the ranks' weights. After such a
+        The caller must have the turn, see `_in_turn`. Every command except `Save` may change the ranks' weights. After such a
         command, the coordinator must not let engines catch up from the ranks until the next `publish`.
 
         Raises:
             TrainerError: an earlier call failed, or see `_wait_for_all`.
         """
-        async with self._lock:
-            # An earlier call may have set the failure while this call waited for the lock.
-            if self._failure:
-                raise TrainerError(self._failure)
-            deadline = Deadline.after(deadline_s, type(commands[0]).__name__)
-            if not isinstance(commands[0], Save):
-                self._stands_still = False
-            self._num_calls += 1
-            call_id = (1, self._num_calls, 1)
-            try:
-                replies = await asyncio.gather(
-                    *(
-                        rank.call(call_id, command, within_s=deadline_s)
-                        for rank, command in zip(self._ranks, commands, strict=True)
-                    )
+        if self._failure:
+            raise TrainerError(self._failure)
+        deadline = Deadline.after(deadline_s, type(commands[0]).__name__)
+        if not isinstance(commands[0], Save):
+            self._stands_still = False
+        self._num_calls += 1
+        call_id = (1, self._num_calls, 1)
+        try:
+            replies = await asyncio.gather(
+                *(
+                    rank.call(call_id, command, within_s=deadline_s)
+                    for rank, command in zip(self._ranks, commands, strict=True)
                 )
-                return await self._wait_for_all(replies, deadline, from_ranks=True)
-            finally:
-                for rank in self._ranks:
-                    rank.forget(call_id)
+            )
+            return await self._wait_for_all(replies, deadline, from_ranks=True)
+        finally:
+            for rank in self._ranks:
+                rank.forget(call_id)
 
     async def _wait_for_all(
         self, waits: Sequence[_Wait], deadline: Deadline, *, from_ranks: bool = False
@@ -747,6 +797,8 @@ async def _answer(rank: _Rank, wait: _Wait, what: str) -> Done:
     watches = [rank.watch] if rank.watch is not None else []
     await asyncio.wait([wait, *watches], return_when=asyncio.FIRST_COMPLETED)
     if not wait.done():
+        if watches[0].cancelled():
+            raise _RankEnded(f"{what}: {rank.peer} is ended by `start` or `close`")
         raise _RankEnded(f"{what}: {watches[0].result()}")
     result = wait.result()
     if isinstance(result, Failed):
