@@ -162,6 +162,7 @@ def run_real(cases: Sequence[tuple[str, str, int]]) -> None:
             assert process.returncode == 0, said[-3000:]
 
 
+@pytest.mark.timeout(600)
 def test_two_rounds_of_real_processes_break_no_invariant() -> None:
     """Check also that all rollouts end and that the command lines of the processes still work."""
     run_real([("cma", "in_place", 2)])

@@ -466,7 +466,7 @@ RARE_BUGS = (
         "lookup",
         "if round_id < self.newest or",
         "if False or",
-        -1,
+        307,
     ),
     Bug(
         "what came over a lost connection is carried out after it",

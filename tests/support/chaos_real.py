@@ -32,7 +32,7 @@ from windlass.control.journal import JournalEntry, JournalKind
 from windlass.control.report import UpdateReport
 from windlass.control.round_state import Phase
 from windlass.control.routes import mount_updates, status_of
-from windlass.errors import PeerTimeout, RolloutError
+from windlass.errors import EngineRefused, PeerTimeout, RolloutError
 from windlass.net.server import ControlServer
 from windlass.rollout import mount_rollout_routes
 from windlass.rollout.batches import BatchQueue
@@ -48,6 +48,9 @@ MAX_STALENESS = 1
 SETTLED_AFTER = 8
 """Rounds before the first measurement of memory and descriptors."""
 MEMORY_NBYTES = 24 << 20
+CALM_S = 180.0
+"""Seconds after the last fault within which all engines must serve a new version, on a busy machine too."""
+CATCH_UP_S = 15.0
 DEADLINES = PhaseDeadlines(
     connect_s=10, prepare_s=6, pause_s=4, write_s=6, verify_s=4, apply_s=4, publish_s=4, fleet_s=20
 )
@@ -139,6 +142,13 @@ class Agent:
             stderr=asyncio.subprocess.DEVNULL,
             env=environment,
         )
+
+    async def replace(self) -> None:
+        """Kill the process, and start another one."""
+        self.kill()
+        if self.process is not None:
+            await self.process.wait()
+        await self.start()
 
     async def line(self, deadline_s: float) -> str:
         """Return the next line that the process prints; empty at its end."""
@@ -400,9 +410,7 @@ class Run:
     async def _repair(self, kind: str, victim: Agent) -> None:
         await asyncio.sleep(self.draw.uniform(0.05, 1.5) if kind != "swallow" else 5.0)
         if kind == "kill":
-            if victim.process is not None:
-                await victim.process.wait()
-            await victim.start()
+            await victim.replace()
             if victim.role == "trainer":
                 # The round has failed, and the next round waits for this rank's announcement.
                 return
@@ -430,18 +438,12 @@ class Run:
                 agent.signal(signal.SIGCONT)
             if not agent.alive:
                 await agent.start()
-        for group in self.coordinator.fleet.engines():
-            if group.quarantined:
-                self.agents[group.name].kill()
-                await self.agents[group.name].start()
-        await self._everybody(ENGINES)
-        for _ in range(8):
-            self.version += 1
-            await asyncio.gather(*(self._announce(i) for i in range(2)))
-            if {e.name for e in self.coordinator.routable()} == set(ENGINES):
-                break
-        else:
-            raise Broken(f"no calm: {status_of(self.coordinator)['engines']}")
+        try:
+            async with asyncio.timeout(CALM_S):
+                while not await self._publish_to_all():
+                    pass
+        except TimeoutError:
+            raise Broken(f"no calm: {status_of(self.coordinator)}") from None
         await self._check_engines()
         self._producing = False
         for _ in range(60):
@@ -454,6 +456,30 @@ class Run:
             raise Broken(f"rollouts do not end: {self.rollouts.stats()}")
         if self.broken:
             raise Broken("; ".join(self.broken[:5]))
+
+    async def _publish_to_all(self) -> bool:
+        """Publish a version to the whole fleet, and return whether all engines serve it.
+
+        First replace engines that are quarantined or refused, as an operator does. An engine that misses a deadline on a
+        busy machine may catch up within `CATCH_UP_S`.
+        """
+        coordinator = self.coordinator
+        gone = {group.name for group in coordinator.fleet.engines() if group.quarantined}
+        gone |= {engine for engine, _ in coordinator.members.refused()}
+        for name in gone.intersection(ENGINES):
+            await self.agents[name].replace()
+        await self._everybody(ENGINES)
+        self.version += 1
+        await asyncio.gather(*(self._announce(i) for i in range(2)))
+        if coordinator.fleet.published < self.version:
+            return False
+        try:
+            await coordinator.members.wait_for_version(
+                self.version, engines=ENGINES, deadline_s=CATCH_UP_S
+            )
+        except (PeerTimeout, EngineRefused):
+            return False
+        return True
 
 
 def _hard(kind: int) -> int:
