@@ -471,7 +471,15 @@ class FsdpEngine(TrainEngine):
         from torch.distributed.checkpoint.state_dict_saver import save
 
         Path(path).mkdir(parents=True, exist_ok=True)
-        save(self._state(), checkpoint_id=path)
+        optimizer = self._existing_optimizer()
+        has_stepped = bool(optimizer.state)
+        state = self._state()
+        if not has_stepped:
+            # torch has run a step with gradients of zero to create the states. Such a step counts in Adam, so the first real
+            # step would be smaller.
+            optimizer.state.clear()
+            state["optimizer"]["state"] = {}
+        save(state, checkpoint_id=path)
         if self._export is not None:
             self._export(self.model, Path(path))
 
@@ -489,13 +497,14 @@ class FsdpEngine(TrainEngine):
         states = state["optimizer"]["state"]
         saved = FileSystemReader(path).read_metadata().state_dict_metadata
         # The optimizer has no state for a parameter that never had a gradient, so the checkpoint has none either. Load
-        # the states of the other parameters, and remove the state that torch created for this parameter.
+        # the states of the other parameters, and remove the state that torch created for this parameter. A checkpoint
+        # from before the first step has no states.
         kept = {
             name
             for name, values in states.items()
             if any(f"optimizer.state.{name}.{key}" in saved for key in values)
         }
-        unsaved = {name: states.pop(name) for name in [*states] if kept and name not in kept}
+        unsaved = {name: states.pop(name) for name in [*states] if name not in kept}
         # Checkpoints of earlier releases have no settings.
         if _SETTINGS not in saved:
             state.pop(_SETTINGS)
@@ -511,7 +520,7 @@ class FsdpEngine(TrainEngine):
         )
         for name, parameter in self.model.named_parameters():
             if name in unsaved:
-                optimizer.state.pop(parameter)
+                optimizer.state.pop(parameter, None)
         if _SETTINGS in state:
             self._take_new_settings(json.loads(state[_SETTINGS]))
 
