@@ -1,15 +1,20 @@
-"""Check three house rules, because ruff and mypy cannot check them.
+"""Check four house rules, because ruff and mypy cannot check them.
 
-In `src`, a public signature must not have `**kwargs`, and code must not guess with `getattr(x, "literal")`. In `tests`,
-code must not use private names of our other modules. `make lint` runs this script.
+In `src`, a public signature must not have `**kwargs`, code must not guess with `getattr(x, "literal")`, and the docstring of
+a public function must name the errors that the function raises. In `tests`, code must not use private names of our other
+modules. `make lint` runs this script.
 """
 
 from __future__ import annotations
 
 import ast
+import builtins
+import re
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+
+from windlass import errors
 
 HOME = Path(__file__).resolve().parent.parent
 OUR_PACKAGES = frozenset({"windlass", "tools", "benchmarks"})
@@ -28,6 +33,8 @@ FOREIGN_NAMES = frozenset(
     }
 )
 """Private names of other packages that tests need. A module of another package may be imported and used freely."""
+PROGRAMMING_ERRORS = frozenset({"AssertionError", "NotImplementedError", "StopIteration"})
+"""Errors that no caller handles, so docstrings need not name them."""
 PATCHES = frozenset({"getattr", "setattr", "hasattr", "delattr"})
 
 
@@ -36,8 +43,12 @@ def _is_private(name: str) -> bool:
 
 
 def _violations(path: Path) -> list[str]:
-    found: list[str] = []
-    for node in ast.walk(ast.parse(path.read_text())):
+    source = path.read_text()
+    found = [
+        f"{path}:{line}: {function}() raises {error}: name it in the docstring, under `Raises:`"
+        for line, function, error in unlisted_errors(source)
+    ]
+    for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
             if node.args.kwarg is not None and not node.name.startswith("_"):
                 found.append(f"{path}:{node.lineno}: **kwargs in public {node.name}()")
@@ -52,6 +63,61 @@ def _violations(path: Path) -> list[str]:
                 f"{path}:{node.lineno}: {node.func.id} with a literal name: type the object"
             )
     return found
+
+
+def unlisted_errors(source: str) -> list[tuple[int, str, str]]:
+    """Return the line, the function and the error for each error that a public function raises and does not document.
+
+    The docstring must name the error or one of its base classes, or refer to the text that lists the errors ("see `x`").
+    Functions without a docstring, and raises inside a `try` block with handlers, are not checked.
+    """
+    found = []
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and not _is_private(node.name):
+            text = ast.get_docstring(node) or ""
+            if not text or re.search(r"\b[Ss]ee\s+`", text):
+                continue
+            found += [
+                (line, node.name, name)
+                for line, name in _raised(node.body)
+                if not any(re.search(rf"\b{each}\b", text) for each in _with_bases(name))
+            ]
+    return found
+
+
+def _raised(body: list[ast.stmt]) -> Iterator[tuple[int, str]]:
+    """Yield the line and the class of each error that these statements construct and raise."""
+    for node in body:
+        match node:
+            case ast.FunctionDef() | ast.AsyncFunctionDef() | ast.ClassDef():
+                pass
+            case ast.Raise(exc=ast.Call(func=ast.Name(id=name)) | ast.Name(id=name)) if (
+                name[0].isupper() and name not in PROGRAMMING_ERRORS
+            ):
+                yield node.lineno, name
+            case ast.Try(handlers=handlers, orelse=orelse, finalbody=finalbody, body=tried):
+                yield from _raised([] if handlers else tried)
+                for handler in handlers:
+                    yield from _raised(handler.body)
+                yield from _raised(orelse + finalbody)
+            case ast.Match(cases=cases):
+                for case in cases:
+                    yield from _raised(case.body)
+            case ast.If() | ast.For() | ast.AsyncFor() | ast.While():
+                yield from _raised(node.body + node.orelse)
+            case ast.With() | ast.AsyncWith():
+                yield from _raised(node.body)
+            case _:
+                pass
+
+
+def _with_bases(name: str) -> Iterator[str]:
+    """Yield the name of an error and the names of its base classes, except Exception."""
+    known = vars(errors).get(name) or vars(builtins).get(name)
+    yield name
+    for base in known.__mro__ if isinstance(known, type) else ():
+        if base not in {Exception, BaseException, object}:
+            yield base.__name__
 
 
 def private_uses(source: str) -> list[tuple[int, str]]:

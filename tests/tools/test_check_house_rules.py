@@ -1,10 +1,10 @@
-"""The check of house rules finds uses of our private names in tests, and no others."""
+"""The check of house rules finds uses of our private names in tests, and errors that a docstring does not name."""
 
 from __future__ import annotations
 
 import pytest
 
-from tools.check_house_rules import private_uses
+from tools.check_house_rules import private_uses, unlisted_errors
 
 
 @pytest.mark.parametrize(
@@ -40,3 +40,37 @@ def test_a_private_name_of_another_module_is_found(line: str, name: str) -> None
 )
 def test_other_names_are_allowed(text: str) -> None:
     assert private_uses(text) == []
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        "raise ConfigError('x')",
+        "if x:\n        raise ConfigError",
+        "try:\n        f()\n    except KeyError as error:\n        raise ConfigError('x') from error",
+        "with f():\n        for y in x:\n            raise ConfigError('x')",
+    ],
+)
+def test_an_error_that_the_docstring_does_not_name_is_found(body: str) -> None:
+    source = f'def read(x):\n    """Read."""\n    {body}\n'
+    assert [found[1:] for found in unlisted_errors(source)] == [("read", "ConfigError")]
+
+
+@pytest.mark.parametrize(
+    ("docstring", "body"),
+    [
+        ("Read.\n\n    Raises:\n        ConfigError: x is wrong.\n    ", "raise ConfigError('x')"),
+        ("Read.\n\n    Raises:\n        ValueError: x is wrong.\n    ", "raise ConfigError('x')"),
+        ("Read; see `Reader.read`.", "raise ConfigError('x')"),
+        ("Read.", "raise NotImplementedError"),
+        ("Read.", "raise error"),
+        ("Read.", "try:\n        raise ConfigError('x')\n    except ConfigError:\n        pass"),
+        ("Read.", "def inner():\n        raise ConfigError('x')"),
+    ],
+)
+def test_named_errors_and_errors_that_stay_inside_are_accepted(docstring: str, body: str) -> None:
+    assert unlisted_errors(f'def read(x):\n    """{docstring}"""\n    {body}\n') == []
+
+
+def test_private_functions_need_not_name_their_errors() -> None:
+    assert unlisted_errors('def _read(x):\n    """Read."""\n    raise ConfigError("x")\n') == []

@@ -129,7 +129,11 @@ class Members:
     async def wait_for_fleet(
         self, *, num_trainers: int, engines: Sequence[str], deadline_s: float
     ) -> None:
-        """Wait until trainer ranks and engines are connected; see `Controller.wait_for_fleet`."""
+        """Wait until trainer ranks and engines are connected; see `Controller.wait_for_fleet`.
+
+        Raises:
+            PeerTimeout: members are still missing after `deadline_s`.
+        """
         missing = partial(self._fleet.missing, num_trainers, engines)
 
         def there() -> bool:

@@ -22,7 +22,11 @@ PROBE_S = 2.0
 
 
 def server_name(url: str) -> str:
-    """Return the name in the fleet of the server at a URL; a restarted server has the same name."""
+    """Return the name in the fleet of the server at a URL; a restarted server has the same name.
+
+    Raises:
+        ConfigError: the URL is not a valid HTTP URL.
+    """
     parts = check_url(url, "servers")
     return f"{parts.hostname}:{parts.port or parts.scheme}"
 

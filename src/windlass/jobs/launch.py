@@ -1340,7 +1340,11 @@ def has_owner_token() -> bool:
 
 
 def owner_token() -> str:
-    """Return the job's secret: from WINDLASS_TOKEN, else from the file in WINDLASS_TOKEN_FILE, else a new random one."""
+    """Return the job's secret: from WINDLASS_TOKEN, else from the file in WINDLASS_TOKEN_FILE, else a new random one.
+
+    Raises:
+        ConfigError: the file in WINDLASS_TOKEN_FILE cannot be read, or a token is invalid.
+    """
     return control_token() if has_owner_token() else secrets.token_hex(16)
 
 

@@ -105,6 +105,9 @@ class Recipe(ABC):
 
         Return an empty sequence to decline the group, for example if all rewards are equal. The step then waits for a
         different group.
+
+        Raises:
+            ConfigError: see `training_samples`.
         """
         return training_samples(group, self.rewards(group))
 

@@ -280,7 +280,11 @@ class Record(msgspec.Struct, eq=False):
             self.expiry = None
 
     def rollout(self) -> Rollout:
-        """Return the result of a record that has an outcome."""
+        """Return the result of a record that has an outcome.
+
+        Raises:
+            RuntimeError: the record has no outcome.
+        """
         if self.outcome is None:
             raise RuntimeError(f"rollout {self.task_id}: no outcome in state {self.state.value}")
         result = self.outcome.result

@@ -212,6 +212,7 @@ def serve(config: TransportConfig, nbytes: int) -> None:
 
     Raises:
         ProtocolError: a command is unknown.
+        ConfigError, TransportUnavailable, TransferFailed, PeerUnreachable: see `create_transport`.
     """
     transport = create_transport(config)
     arena = Arena(transport, nbytes)

@@ -473,7 +473,11 @@ class ProcessConformance(TransportConformance):
     """Additional conformance tests, for transports between processes."""
 
     def process(self, rig: Rig) -> PeerProcess:
-        """Return the peer of `rig`, which must be a `PeerProcess`."""
+        """Return the peer of `rig`, which must be a `PeerProcess`.
+
+        Raises:
+            TypeError: the peer is not a `PeerProcess`.
+        """
         if not isinstance(rig.peer, PeerProcess):
             raise TypeError(f"peer must be a PeerProcess, got {type(rig.peer).__name__}")
         return rig.peer

@@ -206,7 +206,12 @@ def refuse_strided(tensors: Mapping[str, torch.Tensor]) -> None:
 
 
 def add_placed(builder: ManifestBuilder, name: str, tensor: torch.Tensor, placed: Placed) -> None:
-    """Add a contiguous tensor, and its boxes of checkpoint tensors, to a manifest."""
+    """Add a contiguous tensor, and its boxes of checkpoint tensors, to a manifest.
+
+    Raises:
+        UnsupportedLayout: Windlass cannot send the tensor's dtype.
+        ManifestError: see `ManifestBuilder.add_parameter` and `ManifestBuilder.add_shard`.
+    """
     itemsize = tensor.element_size()
     builder.add_parameter(
         name,

@@ -75,6 +75,12 @@ class SenderBackend(Protocol):
         """Do the work that is possible while engines still generate, such as packing.
 
         The trainer keeps the weights unchanged from this call until the round ends.
+
+        Raises:
+            PlanError: the number or the sizes of the parameters differ from the manifest.
+            RegionError: parameters have moved, and the transport cannot register their new memory.
+            TransferFailed: the weights cannot be packed or copied.
+            RoundAborted: this rank cannot send the weights of this version any more, because they may have changed.
         """
         ...
 
@@ -99,6 +105,7 @@ class ReceiverBackend(Protocol):
 
         Raises:
             PlanError: the plan is for another layout, or needs the engine's own loader, which this backend cannot call.
+            TransferError: the backend cannot get or register memory.
         """
         ...
 
@@ -108,6 +115,9 @@ class ReceiverBackend(Protocol):
         Returns:
             Sources whose bytes have a wrong digest on this rank, and sources without a link to this rank. Empty if
             everything is correct.
+
+        Raises:
+            TransferError: the bytes cannot be read, or the GPU reports an error.
         """
         ...
 
@@ -115,6 +125,9 @@ class ReceiverBackend(Protocol):
         """Copy the verified bytes to the live parameters, unless they are there already. Idempotent.
 
         The engine is paused during this call.
+
+        Raises:
+            TransferError: the copy failed or did not end in time. The live parameters may then be of two versions.
         """
         ...
 

@@ -139,6 +139,7 @@ class Destination:
         Raises:
             PlanError: the parameters are on several GPUs, or partly on a GPU and partly in host memory.
             TransportUnavailable: the kernels cannot be compiled for the GPU.
+            TransferFailed: the GPU reports an error.
         """
         if self._memory is None:
             self._memory = memory_at(self._live, self.manifest.worker)

@@ -232,7 +232,11 @@ class TransportSet(OneSidedTransport):
         return MemoryRegion(*span, remotes[0], tuple(remotes[1:]))
 
     def unregister(self, region: MemoryRegion, released: Callable[[], None] | None = None) -> None:
-        """Unregister a region at all members. Call `released` after the last member has released the region."""
+        """Unregister a region at all members. Call `released` after the last member has released the region.
+
+        Raises:
+            RegionError: the region is not registered; `released` is not called.
+        """
         with self._lock:
             done = self._regions.pop(region, None)
         if done is None:

@@ -63,7 +63,11 @@ def process_start_time(pid: int) -> str:
 
 
 def own_endpoint(transport: str) -> PeerEndpoint:
-    """Return a new endpoint of this process: its pid as the address, and its start time and a secret as incarnation."""
+    """Return a new endpoint of this process: its pid as the address, and its start time and a secret as incarnation.
+
+    Raises:
+        TransferFailed: the start time of this process cannot be read.
+    """
     pid = os.getpid()
     incarnation = f"{process_start_time(pid)}-{secrets.token_hex(16)}"
     return PeerEndpoint(transport, str(pid), incarnation)

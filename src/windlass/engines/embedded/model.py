@@ -81,6 +81,7 @@ def load_model(
         ConfigError: `source` is neither a checkpoint of a causal LM nor a transformers configuration, or a size of the
             model is not divisible by the number of ranks.
         UnsupportedLayout, ManifestError: see `describe_module`.
+        PlanError: see `describe_module`.
     """
     torch.manual_seed(seed)
     module = _build(source).to(torch_dtype(dtype)).eval().requires_grad_(requires_grad=False)

@@ -93,6 +93,7 @@ class WindlassTransferEngine(WeightTransferEngine):  # type: ignore[misc]
 
         Raises:
             ConfigError: the EngineCore sent no cache namespace.
+            UnsupportedLayout: see `block_loop`.
         """
         # vLLM 0.24 passes `load_weights`.
         del load_weights

@@ -191,6 +191,9 @@ class DemoRecipe(Recipe):
         If the demo kills an engine, wait before the last step until this engine has connected again. The killed engine
         cannot copy the last version from the other engine, which has another dtype. So it must take part in the last
         update.
+
+        Raises:
+            WindlassError: the demo should have killed an engine in an earlier update, but has not.
         """
         config, version = self._config, self._controller.coordinator.fleet.published
         self.clock.stepping(samples, version)

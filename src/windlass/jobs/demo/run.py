@@ -194,6 +194,7 @@ def check_demo(config: LaunchConfig) -> None:
     Raises:
         ConfigError: a check of this module or `check_options` raised it, or the model cannot be used. It is also raised if
             the engine's server or Megatron-core is missing.
+        TransportUnavailable: a package of the transport is not installed.
     """
     check_output(config)
     server = config.engines[0]

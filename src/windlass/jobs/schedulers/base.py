@@ -360,6 +360,7 @@ class Scheduler:
             PeerTimeout: the process is still queued after `deadline_s`.
             PeerUnreachable: the process has ended, or was never started. The message contains the last lines of its
                 log, or the reason why it was not started.
+            ConfigError: the scheduler has no process of this name.
         """
         process = self._process(name)
         try:
@@ -378,13 +379,20 @@ class Scheduler:
         """Wait until the current process of this name has ended, and return its last state.
 
         Return the state of this process even if the name is given to a new process during the wait.
+
+        Raises:
+            ConfigError: the scheduler has no process of this name.
         """
         process = self._process(name)
         await process.ended.wait()
         return process.status()
 
     def status(self, name: str) -> ProcessStatus:
-        """Return the current state of a process."""
+        """Return the current state of a process.
+
+        Raises:
+            ConfigError: the scheduler has no process of this name.
+        """
         return self._process(name).status()
 
     def list(self) -> tuple[ProcessStatus, ...]:
@@ -392,13 +400,21 @@ class Scheduler:
         return tuple(map(self.status, self._processes))
 
     async def signal(self, name: str, signal_number: int) -> None:
-        """Send a signal to the process and all its child processes; do nothing if the process has ended."""
+        """Send a signal to the process and all its child processes; do nothing if the process has ended.
+
+        Raises:
+            ConfigError: the scheduler has no process of this name.
+        """
         process = self._process(name)
         if process.is_running:
             await self._backend.signal(name, signal_number)
 
     async def log_tail(self, name: str, num_lines: int = 40) -> str:
-        """Return the last lines that the process printed, or why it was not started, or why its log cannot be read."""
+        """Return the last lines that the process printed, or why it was not started, or why its log cannot be read.
+
+        Raises:
+            ConfigError: the scheduler has no process of this name.
+        """
         process = self._process(name)
         if not process.pid:
             return process.failure
@@ -413,6 +429,9 @@ class Scheduler:
 
         Release the process's reservation, unless another listed process shares the reservation. If the killed process
         has not ended after `END_DEADLINE_S`, log an error and return.
+
+        Raises:
+            ConfigError: the scheduler has no process of this name.
         """
         process = self._process(name)
         if process.is_running:

@@ -140,7 +140,11 @@ class LocalBackend(ClusterBackend):
         return spec.name
 
     async def launch(self, reservation: str, spec: ProcessSpec) -> int:
-        """Start the process in a new process group, append its output to its log, and return its pid."""
+        """Start the process in a new process group, append its output to its log, and return its pid.
+
+        Raises:
+            ConfigError: the program does not exist.
+        """
         gpus = self._reserved.get(reservation, ())
         if spec.gpus:
             of_node = gpus or visible_gpus()

@@ -295,7 +295,11 @@ class SlurmBackend(ClusterBackend):
         job.is_known.set()
 
     async def launch(self, reservation: str, spec: ProcessSpec) -> int:
-        """Wait until the job runs, and start the process as an `srun` step; return the pid of `srun` on this host."""
+        """Wait until the job runs, and start the process as an `srun` step; return the pid of `srun` on this host.
+
+        Raises:
+            PeerUnreachable: the job ended before Slurm started it.
+        """
         # No deadline: the job may stay queued, and only the scheduler's background task waits here. A caller waits in
         # `Scheduler.wait_healthy`, which has a deadline.
         job = self._jobs[reservation]

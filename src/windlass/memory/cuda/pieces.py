@@ -123,6 +123,9 @@ def cut_link(program: LinkProgram, *, at_source: bool) -> CutLink:
     """Cut the ops of a link. Both ends cut the payload of an op in the same way.
 
     Ops that differ only in their offsets are cut once, because a mixture of experts has thousands of such ops.
+
+    Raises:
+        UnsupportedLayout: see `cut_op`.
     """
     ops, cuts = program.ops, list[StructuredArray]()
     kinds = tuple(kind_of(op) for op in ops)
