@@ -1,7 +1,9 @@
-"""Ranks get the time of an update to end only if an update may be under way."""
+"""End of a job: the time that its ranks and its logs get."""
 
 from __future__ import annotations
 
+import asyncio
+import threading
 from pathlib import Path
 
 import msgspec
@@ -11,6 +13,7 @@ from idle_scheduler import IdleScheduler
 from windlass.errors import TrainerError
 from windlass.jobs.config import load_config
 from windlass.jobs.launch import Job
+from windlass.jobs.metric_logs import LogSection, TensorBoardLog
 from windlass.jobs.recipe import load_recipe
 from windlass.jobs.train_controller import TrainController
 from windlass.progress import Progress
@@ -39,3 +42,31 @@ async def test_ranks_get_the_time_of_an_update_to_end_when_one_may_run(
         with pytest.raises(TrainerError, match="no rank starts"):
             await job.run()
     assert graces == [grace_s]
+
+
+async def test_a_log_that_never_closes_delays_the_end_by_shutdown_s(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Regression: an upload of metrics without an answer blocked the event loop, and the job never ended."""
+    pytest.importorskip("tensorboard", reason="the extra tensorboard is not installed")
+    log = LogSection(tensorboard=True)
+    config = msgspec.structs.replace(load_config(JOB), log=log, shutdown_s=0.5)
+    recipe = load_recipe(Path(config.recipe.file), config.recipe.name)
+    said, may_end = list[str](), threading.Event()
+    job = Job(config, tmp_path, recipe, IdleScheduler(), "token", said.append, Progress())
+
+    async def refuse(*_: object, **__: object) -> None:
+        raise TrainerError("no rank starts")
+
+    def hang(_: TensorBoardLog) -> None:
+        may_end.wait(60)
+
+    monkeypatch.setattr(TrainController, "start", refuse)
+    monkeypatch.setattr(TensorBoardLog, "close", hang)
+    try:
+        async with job.controller, asyncio.timeout(30):
+            with pytest.raises(TrainerError, match="no rank starts"):
+                await job.run()
+    finally:
+        may_end.set()
+    assert any("the last metrics may be missing" in line for line in said)

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import importlib.util
+import logging
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -29,6 +31,22 @@ def test_tensorboard_shows_each_step_once_after_a_job_continued(tmp_path: Path) 
     # The first job trained steps 1 to 4, and the second continued at step 4.
     expected = [(1, 1.125), (2, 1.25), (3, 1.375), (4, 4.5), (5, 4.625), (6, 4.75)]
     assert [(event.step, event.value) for event in found.Scalars("train/reward")] == expected
+
+
+# The thread of TensorBoard's writer ends with the error.
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+def test_a_log_that_cannot_be_written_ends_no_job(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Regression: the error of the log's close skipped the end of the job, so its summary was not written."""
+    pytest.importorskip("tensorboard", reason="the extra tensorboard is not installed")
+    logs = MetricLogs(LogSection(tensorboard=True), tmp_path, 1)
+    shutil.rmtree(tmp_path / FOLDER)
+    with caplog.at_level(logging.WARNING):
+        for step in (1, 2):
+            logs.add("train", step, {"reward": 0.5})
+        logs.close()
+    assert len([each for each in caplog.messages if "not written to TensorBoardLog" in each]) == 1
 
 
 # Wandb's service writes the last records when the process of the job ends, which may be after `close`.

@@ -64,6 +64,7 @@ from windlass.jobs.recipe import (
     decode_tasks,
     encode_tasks,
     has_position,
+    in_thread,
     load_recipe,
     recipe_code,
     tasks_of,
@@ -418,7 +419,7 @@ class Job:
         finally:
             # Write the report, also for a failed job, while engines and trainers are still connected.
             self._write_report()
-            self._logs.close()
+            logs_end = asyncio.create_task(self._close_logs(), name="end of the metric logs")
             # While a rank executes a call, it does not read the command `Stop`. So do not wait long for this rank.
             in_call = not work.done()
             for task in (work, *others):
@@ -452,6 +453,7 @@ class Job:
                     )
                 )
                 await controller.rollouts.close()
+                await logs_end
         summary = self._summary(rollouts)
         ended = "done" if summary.version >= self.version else "failed"
         if summary.stopped_by:
@@ -488,6 +490,18 @@ class Job:
         except OSError as error:
             # A full disk must not prevent the job from ending its processes.
             _log.warning("%s is not written: %s", self._output_dir / REPORT, error)
+
+    async def _close_logs(self) -> None:
+        """Close the logs of metrics in a thread, because a log may upload its last metrics. Wait at most `shutdown_s`."""
+        deadline_s = self._config.shutdown_s
+        try:
+            async with asyncio.timeout(deadline_s):
+                await in_thread("the end of the metric logs", self._logs.close)
+        except TimeoutError:
+            self._notify(
+                f"the job stopped waiting after shutdown_s={deadline_s:g}; the last metrics may be missing in "
+                "the logs of [log]"
+            )
 
     async def _call_ended(self, summary: JobSummary) -> None:
         """Call the recipe's `ended`. A signal that arrives during the call cancels the call.

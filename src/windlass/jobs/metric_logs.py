@@ -94,7 +94,7 @@ class WandbLog(MetricLog):
 
 @final
 class MetricLogs:
-    """All logs of a job. An error while a metric is written is logged once and does not end the job.
+    """All logs of a job. The first error while a metric is written or a log is closed is logged, and no error ends the job.
 
     Args:
         settings: the places.
@@ -119,14 +119,21 @@ class MetricLogs:
             try:
                 each.add(step, {f"{kind}/{name}": value for name, value in metrics.items()})
             except Exception as error:  # noqa: BLE001 - the boundary of other libraries
-                if not self._warned:
-                    _log.warning("metrics were not written to %s: %r", type(each).__name__, error)
-                self._warned = True
+                self._warn(each, error)
 
     def close(self) -> None:
-        """Close all logs. Idempotent."""
+        """Close all logs. Blocks while a log uploads metrics. Idempotent."""
         while self._logs:
-            self._logs.pop().close()
+            log = self._logs.pop()
+            try:
+                log.close()
+            except Exception as error:  # noqa: BLE001 - the boundary of other libraries
+                self._warn(log, error)
+
+    def _warn(self, log: MetricLog, error: Exception) -> None:
+        if not self._warned:
+            _log.warning("metrics were not written to %s: %r", type(log).__name__, error)
+        self._warned = True
 
 
 def _library(module: str, extra: str) -> Any:
