@@ -184,3 +184,15 @@ async def test_step_after_a_cancelled_publish_begins_when_the_update_has_ended(
         assert controller.coordinator.fleet.published == 1
         assert torch.equal(live, of_version_1)
         assert not torch.equal(live, await weight_of(actor))
+
+
+async def test_a_late_update_is_blamed_on_its_phase_and_not_on_the_ranks(tmp_path: Path) -> None:
+    """Regression: the error said that no trainer rank had answered, with the ends of their logs."""
+    hooks = HeldEngine()
+    async with served_actor(tmp_path, hooks) as (_, actor, _):
+        await actor.train_step(0, GROUPS, deadline_s=WITHIN_S)
+        hooks.go.clear()
+        says = r"publish: not done within 3.0 s: the update is in phase \w+$"
+        with pytest.raises(TrainerError, match=says):
+            await actor.publish(1, deadline_s=3.0)
+        hooks.go.set()

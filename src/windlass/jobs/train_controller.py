@@ -458,7 +458,16 @@ class TrainController:
             TrainerError: `work` returned `Failed`, a rank ended first, or the deadline passed.
         """
         # `_wait_for_all` expects one task per rank. Here the same task stands for each rank.
-        await self._wait_for_all([asyncio.create_task(work)] * len(self._ranks), deadline)
+        waits = [asyncio.create_task(work)] * len(self._ranks)
+        await self._wait_for_all(waits, deadline, late=self._describe_update)
+
+    def _describe_update(self) -> str:
+        """Return what an update waits for when its deadline passes: its phase, and trainer ranks without a connection."""
+        if self._coordinator is None:
+            return ""
+        driver, away = self._coordinator.rounds.driver, self._coordinator.fleet.away()
+        said = f"the update is in phase {driver.machine.phase}" if driver else "no round runs"
+        return f"{said}; not connected: {', '.join(away)}" if away else said
 
     async def save(self, path: str, *, deadline_s: float) -> None:
         """Let all ranks write a checkpoint into the folder `path`, with `TrainEngine.save`.
@@ -662,7 +671,12 @@ class TrainController:
                 rank.forget(call_id)
 
     async def _wait_for_all(
-        self, waits: Sequence[_Wait], deadline: Deadline, *, from_ranks: bool = False
+        self,
+        waits: Sequence[_Wait],
+        deadline: Deadline,
+        *,
+        from_ranks: bool = False,
+        late: Callable[[], str] | None = None,
     ) -> tuple[Done, ...]:
         """Wait for the answers of all ranks. A rank may end after its answer, as it does after `Stop`.
 
@@ -671,6 +685,8 @@ class TrainController:
             deadline: deadline of the wait. `deadline.purpose` is the name of the call in errors.
             from_ranks: whether the ranks themselves answer. If so, the error for a rank that raised contains the end of
                 the rank's log.
+            late: function that returns what the call waits for if not the ranks but other processes are late. The error of the
+                deadline then has this text, and no names and logs of ranks.
 
         Raises:
             TrainerError: a rank died before its answer or answered with `Failed`, or the deadline passed. All later
@@ -691,7 +707,10 @@ class TrainController:
                 )
             errors = [e for answer in answers if answer.done() and (e := answer.exception())]
             errors.sort(key=lambda error: not isinstance(error, _RankEnded))
-            if missing and not errors:
+            if missing and not errors and late is not None:
+                said = f"{deadline.purpose}: not done within {deadline.seconds} s: {late()}"
+                errors.append(TrainerError(said))
+            elif missing and not errors:
                 pairs = zip(self._ranks, answers, strict=True)
                 names = [rank.peer for rank, answer in pairs if not answer.done()]
                 tails = [f"{name}:\n{await self._log_tail(name)}" for name in names]
