@@ -7,6 +7,7 @@ import importlib.util
 import os
 import select
 import shlex
+import shutil
 import signal
 import subprocess
 import sys
@@ -306,6 +307,21 @@ async def test_processes_end_when_their_owner_is_killed(kind: str, tmp_path: Pat
         owner.kill()
         await owner.wait()
     assert_dead(handles, deadline_s=30)
+
+
+async def test_deleted_logs_fail_no_process_of_this_host(tmp_path: Path) -> None:
+    """Regression: the error for a log that cannot be opened was empty, and a deleted log hid the end of its process."""
+    logs = tmp_path / "logs"
+    async with LocalScheduler(logs) as scheduler:
+        await scheduler.start(ProcessSpec(name="first", command=("true",)))
+        shutil.rmtree(logs)
+        await scheduler.wait("first")
+        assert "the log cannot be read: " in await scheduler.log_tail("first")
+        await scheduler.start(ProcessSpec(name="second", command=("echo", "here")))
+        await scheduler.wait("second")
+        assert await scheduler.log_tail("second") == "here\n"
+        with pytest.raises(ConfigError, match=r"cannot write the log .*File name too long"):
+            await scheduler.start(ProcessSpec(name="n" * 300, command=("true",)))
 
 
 async def test_a_process_that_reuses_a_pid_is_not_killed(

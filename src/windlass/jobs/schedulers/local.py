@@ -12,7 +12,7 @@ import tempfile
 from collections import deque
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import final
+from typing import BinaryIO, final
 
 from windlass.envs import environment_outside_jobs, environment_value, inherited_environment
 from windlass.errors import ConfigError, PeerTimeout
@@ -155,7 +155,7 @@ class LocalBackend(ClusterBackend):
             **({VISIBLE: ",".join(gpus)} if gpus else {}),
             **await self.mark(),
         }
-        with self._log_path(spec.name).open("ab") as log:
+        with self._opened_log(spec.name) as log:
             try:
                 process = await asyncio.create_subprocess_exec(
                     *spec.command,
@@ -181,9 +181,12 @@ class LocalBackend(ClusterBackend):
         _signal_group(self._processes[name][1], signal_number)
 
     async def log_tail(self, name: str, num_lines: int) -> str:
-        """See `ClusterBackend.log_tail`."""
-        with self._log_path(name).open(errors="replace") as log:
-            return "".join(deque(log, maxlen=num_lines))
+        """See `ClusterBackend.log_tail`. If the log cannot be read, for example because it was deleted, return the reason."""
+        try:
+            with self._log_path(name).open(errors="replace") as log:
+                return "".join(deque(log, maxlen=num_lines))
+        except OSError as error:
+            return f"the log cannot be read: {error}"
 
     async def release(self, reservation: str) -> None:
         """Kill the processes of the reservation and their children, and free its GPUs."""
@@ -217,6 +220,19 @@ class LocalBackend(ClusterBackend):
         if self._watchdog is None:
             self._watchdog = await _start_watchdog(self._mark)
         return {parent_watchdog.MARK_VARIABLE: self._mark}
+
+    def _opened_log(self, name: str) -> BinaryIO:
+        """Open the log of a process for appending. Create the folder of the logs again if it was deleted.
+
+        Raises:
+            ConfigError: the file cannot be written.
+        """
+        path = self._log_path(name)
+        try:
+            self._log_dir.mkdir(parents=True, exist_ok=True)
+            return path.open("ab")
+        except OSError as error:
+            raise ConfigError(f"scheduler: {name}: cannot write the log {path}: {error}") from error
 
     def _log_path(self, name: str) -> Path:
         """Return the path of a process's log."""
