@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
-from windlass.jobs.config import Checkpoint
+import pytest
+
+from windlass.jobs.config import CHECKPOINT_RECORD, Checkpoint
 from windlass.jobs.output import CHECKPOINTS, OutputFolder
 
 
@@ -21,3 +24,21 @@ def test_a_checkpoint_that_the_user_has_renamed_stays_and_does_not_count(tmp_pat
     (folder / "6").rename(folder / "6-kept")
     output.prune(2)
     assert sorted(path.name for path in folder.iterdir()) == ["4", "6-kept", "8"]
+
+
+def test_a_record_is_on_disk_before_older_checkpoints_are_deleted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Regression: after a power cut, the only checkpoint that was left could have an empty record."""
+    synced, sync = list[int](), os.fsync
+
+    def note(file: int) -> None:
+        synced.append(os.fstat(file).st_ino)
+        sync(file)
+
+    monkeypatch.setattr(os, "fsync", note)
+    output = OutputFolder(tmp_path)
+    save(output, 2)
+    record = output.checkpoint_folder(2) / CHECKPOINT_RECORD
+    assert synced == [record.stat().st_ino]
+    assert [checkpoint.steps for _, checkpoint in output.checkpoints()] == [2]

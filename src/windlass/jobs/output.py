@@ -15,6 +15,7 @@ from typing import Any, final
 import msgspec
 
 from windlass.errors import DECODE_ERRORS, ConfigError
+from windlass.files import replacing
 from windlass.jobs.config import (
     CHECKPOINT_RECORD,
     Checkpoint,
@@ -89,9 +90,11 @@ class OutputFolder:
         The caller must first have waited until all ranks have saved into the folder.
         """
         folder = self.checkpoint_folder(checkpoint.steps)
-        record, written = folder / CHECKPOINT_RECORD, folder / f"{CHECKPOINT_RECORD}.new"
-        written.write_bytes(msgspec.json.encode(checkpoint))
-        written.rename(record)
+        with replacing(folder / CHECKPOINT_RECORD) as record:
+            record.write(msgspec.json.encode(checkpoint))
+            # `prune` deletes older checkpoints next. After a power cut, the name must not stand for an empty file.
+            record.flush()
+            os.fsync(record.fileno())
         return folder
 
     def checkpoint_folder(self, steps: int) -> Path:
