@@ -1,7 +1,7 @@
 """Record of a job: the samples that each version was trained on, in an SQLite file of the output folder.
 
-The job writes the samples of a step in one transaction, before it publishes the version of the step. So a published
-version is never without a record.
+The job writes the samples of a step in one transaction, before it publishes the version of the step. If the file cannot be
+written, the job logs the version that has no record, and continues.
 """
 
 from __future__ import annotations

@@ -1040,8 +1040,9 @@ class Job:
                 )
             _check_metrics(step + 1, result)
             seeds = self._seeds_of(batch)
-            await self._audit(lambda audit: audit.add(self.version + 1, step + 1, samples, seeds))
-            self._recorded.append(self.version + 1)
+            version = self.version + 1
+            await self._audit(version, lambda audit: audit.add(version, step + 1, samples, seeds))
+            self._recorded.append(version)
             await self._publish()
             await self._note_published()
             self._steps, self._has_weights = step + 1, True
@@ -1094,14 +1095,14 @@ class Job:
         groups = [group[1].future.result() for group in found if group is not None]
         return {each.task_id: each.sampling_seed for group in groups for each in group.rollouts}
 
-    async def _audit(self, write: Callable[[AuditRecord], None]) -> None:
-        """If the job has an audit record, write to it in a thread. If the file cannot be written, log the error."""
+    async def _audit(self, version: int, write: Callable[[AuditRecord], None]) -> None:
+        """If the job has an audit record, write about `version` in a thread. If the file cannot be written, log the error."""
         if self._audit_record is None:
             return
         try:
             await asyncio.to_thread(write, self._audit_record)
         except sqlite3.Error as error:
-            _log.error("%s: version %d is not recorded: %s", AUDIT, self.version, error)
+            _log.error("%s: version %d is not recorded: %s", AUDIT, version, error)
 
     async def _note_published(self) -> None:
         """Note in the audit record which recorded versions have been published since the last call.
@@ -1112,7 +1113,7 @@ class Job:
         for version in [each for each in self._recorded if each in ended]:
             self._recorded.remove(version)
             if ended[version] is RoundOutcome.PUBLISHED:
-                await self._audit(partial(AuditRecord.note_published, version=version))
+                await self._audit(version, partial(AuditRecord.note_published, version=version))
 
     async def _evaluate(self) -> None:
         """Wait until the fleet serves the newest version, evaluate it, and record the metrics.
