@@ -183,6 +183,16 @@ def test_a_priority_and_a_bias_outside_the_vocabulary_are_refused(engine: Engine
     assert "logit_bias must have token ids below 64, got 64" in error
 
 
+def test_images_are_refused_by_name(engine: Engine) -> None:
+    # Also images that are larger than any prompt.
+    for size in (8, 2 << 20):
+        body = {"input_ids": [5], "image_data": ["data:image/png;base64," + "A" * size]}
+        assert engine.status_of("/generate", body) == (
+            400,
+            "image_data must be empty for the embedded engine, got 1 images; use vLLM or SGLang",
+        )
+
+
 def test_equal_seeds_give_equal_answers_next_to_other_requests(engine: Engine) -> None:
     def ask(seed: int | None) -> tuple[int, ...]:
         sampling = {"max_new_tokens": 24, "ignore_eos": True, "sampling_seed": seed}

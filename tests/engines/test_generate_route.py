@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Awaitable, Callable
-from types import SimpleNamespace
+import sys
+from collections.abc import Awaitable, Callable, Sequence
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import aiohttp
@@ -13,7 +14,8 @@ from aiohttp import web
 
 from windlass.engines.vllm.generate_route import CompletionsRoute, GenerateRoute
 from windlass.rollout.generate import AttemptError, AttemptResult, Watch, generate
-from windlass.rollout.messages import EngineTarget, ErrorKind, RolloutTask
+from windlass.rollout.images import ImagePrompt
+from windlass.rollout.messages import EngineTarget, ErrorKind, Partial, RolloutTask
 from windlass.sampling import SamplingParams
 
 CHOICE = {
@@ -57,6 +59,7 @@ async def ask(
     *,
     has_tokenizer: bool = True,
     policy: str = "fcfs",
+    has_images: bool = True,
 ) -> tuple[int, bytes]:
     parts = [
         {"type": "http.request", "body": body[:4], "more_body": True},
@@ -70,7 +73,7 @@ async def ask(
     async def send(message: Any) -> None:
         sent.append(message)
 
-    model = SimpleNamespace(skip_tokenizer_init=not has_tokenizer)
+    model = SimpleNamespace(skip_tokenizer_init=not has_tokenizer, is_multimodal_model=has_images)
     config = SimpleNamespace(model_config=model, scheduler_config=SimpleNamespace(policy=policy))
     engine = SimpleNamespace(vllm_config=config)
     scope = {
@@ -256,6 +259,7 @@ async def generated(
     serve: Callable[[web.Request], Awaitable[web.StreamResponse]],
     sampling: SamplingParams,
     watch: Watch | None = None,
+    images: ImagePrompt | None = None,
 ) -> AttemptResult:
     """Return a worker's result for one prompt, from an engine whose route `/generate` is `serve`."""
     app = web.Application()
@@ -270,11 +274,11 @@ async def generated(
                 task_id="t",
                 attempt=1,
                 engine=EngineTarget(name="e", url=f"http://{host}:{port}"),
-                prompt_ids=(1,),
+                prompt_ids=(1,) if images is None else images.ids,
                 sampling=sampling,
                 deadline_s=10.0,
             )
-            return await generate(session, task, watch)
+            return await generate(session, task, watch, images)
     finally:
         await runner.cleanup()
 
@@ -414,8 +418,11 @@ async def test_the_named_adapter_answers_a_rollout() -> None:
 class Answering:
     """A server of `/generate` that records requests and gives the next of its answers."""
 
-    def __init__(self, *answers: tuple[list[int], str]) -> None:
+    def __init__(
+        self, *answers: tuple[list[int], str], prompts: Sequence[list[int] | None] = ()
+    ) -> None:
         self.answers, self.asked = [*answers], list[Any]()
+        self.prompts = [*prompts]
 
     async def serve(self, request: web.Request) -> web.Response:
         self.asked.append(await request.json())
@@ -425,10 +432,14 @@ class Answering:
             "output_token_logprobs": [[-1.0, token, None] for token in tokens],
             "weight_version": "4",
         }
-        return web.json_response({"output_ids": tokens, "meta_info": meta})
+        prompt = self.prompts.pop(0) if self.prompts else None
+        body = {"output_ids": tokens, "meta_info": meta, "prompt_token_ids": prompt}
+        return web.json_response(body)
 
-    async def answer(self, sampling: SamplingParams) -> tuple[int, ...]:
-        return (await generated(self.serve, sampling)).tokens.output_ids
+    async def answer(
+        self, sampling: SamplingParams, images: ImagePrompt | None = None
+    ) -> tuple[int, ...]:
+        return (await generated(self.serve, sampling, images=images)).tokens.output_ids
 
 
 @pytest.mark.parametrize(
@@ -531,3 +542,111 @@ async def test_parameters_that_are_not_given_replace_the_servers_own_defaults() 
     assert not ({"stop", "json_schema", "regex"} | more) & set(given)
     assert "priority" not in engine.asked[0]
     assert (given["frequency_penalty"], given["presence_penalty"]) == (0.0, 0.0)
+
+
+URLS = ("data:image/png;base64,AAAA", "data:image/png;base64,BBBB")
+IMAGES = ImagePrompt((1, 7, 7, 7, 2, 7, 7), (1, 7, 2, 7), URLS, {})
+"""Prompt with two images of 3 and 2 tokens."""
+
+
+async def test_every_request_of_an_aborted_answer_has_the_images() -> None:
+    whole = [*IMAGES.ids]
+    engine = Answering(([4, 5], "abort"), ([8], "stop"), prompts=[whole, [*whole, 4, 5]])
+    assert await engine.answer(SamplingParams(max_new_tokens=9), IMAGES) == (4, 5, 8)
+    first, second = engine.asked
+    assert (first["input_ids"], second["input_ids"]) == ([1, 7, 2, 7], [1, 7, 2, 7, 4, 5])
+    for asked in engine.asked:
+        assert asked["image_data"] == [*URLS]
+        assert asked["return_prompt_token_ids"] is True
+
+
+@pytest.mark.parametrize(
+    ("reported", "says"),
+    [
+        (None, "got none"),
+        # An engine that ignores images.
+        ([1, 7, 2, 7], "got 4 other tokens"),
+        # The processor of the engine makes other tokens of the images.
+        ([1, 7, 7, 2, 7, 7, 7], "got 7 other tokens"),
+    ],
+)
+async def test_an_engine_with_another_prompt_than_the_trainers_is_refused(
+    reported: list[int] | None, says: str
+) -> None:
+    engine = Answering(([4], "stop"), prompts=[reported])
+    with pytest.raises(
+        AttemptError, match=f"prompt_token_ids must be the 7 tokens .*{says}; the engine must serve"
+    ) as failed:
+        await engine.answer(SamplingParams(max_new_tokens=9), IMAGES)
+    assert failed.value.kind is ErrorKind.REFUSED
+    assert failed.value.partial == Partial()
+
+
+@pytest.mark.parametrize("reported", [[*IMAGES.ids], None])
+async def test_a_stream_reports_the_prompt_of_its_images_once(reported: list[int] | None) -> None:
+    async def serve(request: web.Request) -> web.StreamResponse:
+        response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
+        await response.prepare(request)
+        for number, event in enumerate(INCREMENTS):
+            more = {"prompt_token_ids": reported} if not number else {}
+            await response.write(b"data: " + json.dumps({**event, **more}).encode() + b"\n\n")
+        return response
+
+    watch = Watch(lambda _: None, streams=True)
+    answer = generated(serve, SamplingParams(max_new_tokens=9), watch, IMAGES)
+    if reported is None:
+        with pytest.raises(AttemptError, match="got none"):
+            await answer
+    else:
+        assert (await answer).tokens.output_ids == (4, 4, 9, 5, 6)
+
+
+@pytest.fixture
+def vllm_fields(monkeypatch: pytest.MonkeyPatch) -> dict[str, object]:
+    """Provide the fields of a request of vLLM's route. vLLM is not installed here."""
+    fields: dict[str, object] = {"content_parts": None}
+    home = "vllm.entrypoints.scale_out.token_in_token_out.protocol"
+    parents = home.split(".")
+    for length in range(1, len(parents) + 1):
+        monkeypatch.setitem(sys.modules, ".".join(parents[:length]), ModuleType("stub"))
+    request = SimpleNamespace(model_fields=fields)
+    monkeypatch.setattr(sys.modules[home], "GenerateRequest", request, raising=False)
+    return fields
+
+
+WITH_IMAGES = {"input_ids": [1, 7, 2, 7], "image_data": [*URLS], "return_prompt_token_ids": True}
+
+
+@pytest.mark.usefixtures("vllm_fields")
+async def test_the_route_passes_images_on_and_returns_the_prompt() -> None:
+    app = Vllm(200, {"choices": [CHOICE], "prompt_token_ids": [*IMAGES.ids]})
+    status, body = await ask(app, json.dumps(WITH_IMAGES).encode())
+    ((_, asked),) = app.asked
+    assert status == 200
+    assert asked["content_parts"] == [{"type": "image_url", "url": url} for url in URLS]
+    assert asked["return_token_ids"] is True
+    assert json.loads(body)["prompt_token_ids"] == [*IMAGES.ids]
+    # Requests without images are as before.
+    await ask(app, b'{"input_ids": [1]}')
+    assert not {"content_parts", "return_token_ids", "features"} & set(app.asked[1][1])
+
+
+@pytest.mark.parametrize(
+    ("changed", "settings", "says"),
+    [
+        ({"image_data": ["http://host/a.png"]}, {}, "image_data must be data URLs of images, got"),
+        ({}, {"has_tokenizer": False}, "got 2 images, because the server was started with --skip-to"),
+        ({}, {"has_images": False}, "got 2 images: the server's model takes no images"),
+        ({}, {"route": CompletionsRoute}, "its route /v1/completions takes no token ids with images"),
+        ({}, {"old": True}, "for this release of vLLM: /inference/v1/generate takes no images"),
+    ],
+)  # fmt: skip
+async def test_a_server_that_would_ignore_or_load_images_refuses_them(
+    changed: dict[str, Any], settings: dict[str, Any], says: str, vllm_fields: dict[str, object]
+) -> None:
+    app = Vllm(200, {"choices": [CHOICE]})
+    if settings.pop("old", False):
+        vllm_fields.clear()
+    status, body = await ask(app, json.dumps({**WITH_IMAGES, **changed}).encode(), **settings)
+    assert (status, app.asked) == (422, [])
+    assert says in body.decode()

@@ -394,8 +394,8 @@ def test_arguments_of_tool_calls_and_parts_of_contents_reach_the_template(
         ([{"content": "hi"}], r"messages\[0\]: role must be text, got None"),
         ([{"role": "user", "content": 3}], r"content must be text, a list .* or None, got 3"),
         (
-            [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}],
-            r"messages\[0\]: content must be text parts, got a part of type 'image_url'; images, .* not supp",
+            [{"role": "user", "content": [{"type": "input_audio", "input_audio": {"data": "x"}}]}],
+            r"messages\[0\]: content must be parts with text or images, got a part of type 'input_audio'; audio",
         ),
         ([QUESTION, 3], r"messages\[1\] must be a mapping with text keys, got 3"),
         (
@@ -432,9 +432,9 @@ def test_folders_without_a_tokenizer_or_template_are_refused(tmp_path: Path) -> 
     with pytest.raises(ConfigError, match=r"tokenizer: must be a folder with a tokenizer, got"):
         ModelText(str(tmp_path))
     plain = TextPrompts(ModelText(str(write_checkpoint(tmp_path / "plain"))))
-    assert plain.token_ids(encode_prompt("3 + 4 =")) == plain.encode("3 + 4 =")
+    assert plain.prompt(encode_prompt("3 + 4 =")).ids == plain.encode("3 + 4 =")
     with pytest.raises(ConfigError, match="must have a chat template for messages, got none"):
-        plain.token_ids(encode_prompt([QUESTION]))
+        plain.prompt(encode_prompt([QUESTION]))
 
 
 def test_tasks_with_text_and_messages_survive_a_checkpoint() -> None:

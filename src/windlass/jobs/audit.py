@@ -17,7 +17,9 @@ from typing import final
 import msgspec
 
 from windlass.errors import DECODE_ERRORS, ConfigError
+from windlass.layout.dtypes import DType
 from windlass.rollout.messages import TrainingSample
+from windlass.rollout.tensors import IMAGES, SampleTensor
 from windlass.sampling import SamplingParams
 
 AUDIT = "audit.sqlite3"
@@ -42,7 +44,7 @@ class AuditedVersion(msgspec.Struct, frozen=True, kw_only=True):
         time: Unix time of the record.
         sampling: sampling parameters of the job. A workflow may have used others.
         is_published: whether the job has published the version.
-        samples: samples of the step, without their tensors. Each has the version of every token.
+        samples: samples of the step. The tensors are left out, and those of images are empty. Each has the version of every token.
         seeds: seed of each sample's rollout; None if the rollout had none.
         tokenizer: folder of the job's tokenizer; empty if the job had none.
     """
@@ -124,8 +126,11 @@ class AuditRecord:
 
 
 def _encoded(sample: TrainingSample) -> bytes:
-    """Return a sample without its tensors as msgpack."""
-    return msgspec.msgpack.encode(msgspec.structs.replace(sample, tensors={}))
+    """Return a sample without its tensors as msgpack. Only the names of images' tensors stay, so that no replay ignores images."""
+    names = [name for name in sample.tensors if name.startswith(IMAGES)]
+    empty = SampleTensor(dtype=DType.UINT8, shape=(0,), per_token=False)
+    tensors = dict.fromkeys(names, empty)
+    return msgspec.msgpack.encode(msgspec.structs.replace(sample, tensors=tensors))
 
 
 def read_audit(path: Path, version: int) -> AuditedVersion:

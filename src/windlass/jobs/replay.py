@@ -101,10 +101,11 @@ async def replay(
         seed: seed of the sample's rollout; None if it has no seed.
 
     Raises:
-        ConfigError: the sample has no generated token; or `sampling` changes log-probabilities (see `CHANGES_LOGPROBS`)
+        ConfigError: the sample has images, or no generated token; or `sampling` changes log-probabilities (see `CHANGES_LOGPROBS`)
             and the engine cannot generate the answers again.
         AttemptError: the engine failed, or returned no token.
     """
+    sample.refuse_images("replay")
     spans = list(_spans(sample))
     # Later turns of a conversation have other seeds, which are not recorded.
     is_seeded = seed is not None and len(spans) == 1

@@ -13,6 +13,7 @@ import msgspec
 from windlass.errors import DECODE_ERRORS, PeerUnreachable, RolloutError
 from windlass.net.clock import Backoff
 from windlass.net.sockets import connection_error
+from windlass.rollout.images import ImagePrompt
 from windlass.rollout.messages import ErrorKind, OnAbort, Partial, RolloutTask, TurnIncrement
 from windlass.rollout.tensors import SampleTensor
 from windlass.sampling import SamplingParams
@@ -113,6 +114,7 @@ class GenerateAnswer(msgspec.Struct, frozen=True):
 
     meta_info: _MetaInfo
     output_ids: list[int] = []
+    prompt_token_ids: list[int] | None = None
 
 
 class _Error(msgspec.Struct, frozen=True):
@@ -132,7 +134,10 @@ class _Event(GenerateAnswer, frozen=True, kw_only=True):
 
 
 async def generate(
-    session: aiohttp.ClientSession, task: RolloutTask, watch: Watch | None = None
+    session: aiohttp.ClientSession,
+    task: RolloutTask,
+    watch: Watch | None = None,
+    images: ImagePrompt | None = None,
 ) -> AttemptResult:
     """Generate the answer to one prompt. If a weight update aborts the generation, send another request.
 
@@ -143,12 +148,13 @@ async def generate(
         session: HTTP session for `POST {engine}/generate`.
         task: attempt with a plain prompt, or one engine call of a workflow's attempt.
         watch: function that gets the tokens, or None.
+        images: images of the prompt, whose `ids` are `task.prompt_ids`; None if there are none. Each request contains them.
 
     Raises:
         AttemptError: the engine refused a request, was unreachable, sent an invalid answer, added no token in
-            `MAX_STALLS` requests in a row, or did not finish within `task.deadline_s`.
+            `MAX_STALLS` requests in a row, did not finish within `task.deadline_s`, or expanded the images to other tokens.
     """
-    progress = AttemptProgress(task, watch)
+    progress = AttemptProgress(task, watch, images)
     try:
         async with asyncio.timeout(task.deadline_s):
             return await progress.run(session)
@@ -163,8 +169,10 @@ async def generate(
 class AttemptProgress:
     """Tokens of a running attempt, and the requests that generate more tokens."""
 
-    def __init__(self, task: RolloutTask, watch: Watch | None = None) -> None:
-        self.task = task
+    def __init__(
+        self, task: RolloutTask, watch: Watch | None = None, images: ImagePrompt | None = None
+    ) -> None:
+        self.task, self._images = task, images
         self.tokens = self._begin = _continued(task.partial, task.sampling)
         self.num_calls = 0
         self._watch = watch
@@ -227,6 +235,7 @@ class AttemptProgress:
                 text = body[:200].decode(errors="replace").replace("\n", " ")
                 raise self._refused(response.status, text)
         answer = msgspec.json.decode(body, type=GenerateAnswer)
+        self._check_prompt(answer.prompt_token_ids)
         self._see(answer)
         return answer
 
@@ -237,14 +246,17 @@ class AttemptProgress:
             AttemptError: the engine reports an error, or ends the stream before the end of the answer.
         """
         ids, logprobs = list[int](), list[_TokenLogprob]()
+        prompt_ids: list[int] | None = None
         async for data in _events(content):
             event = msgspec.json.decode(data, type=_Event)
+            prompt_ids = event.prompt_token_ids or prompt_ids
             meta, reason = event.meta_info, event.meta_info.finish_reason
             if event.error is not None:
                 code = event.error.code
                 raise self._refused(code if isinstance(code, int) else 500, event.error.message)
             if reason is not None and (reason.status_code or 0) >= 400:
                 raise self._refused(reason.status_code or 0, reason.message)
+            self._check_prompt(prompt_ids)
             # Some engines repeat the tokens of earlier events in each event. Skip these tokens.
             known = len(ids) if meta.completion_tokens <= len(event.output_ids) else 0
             new = msgspec.structs.replace(
@@ -264,6 +276,24 @@ class AttemptProgress:
                 whole = msgspec.structs.replace(meta, output_token_logprobs=logprobs)
                 return GenerateAnswer(whole, ids)
         raise self.failure("the engine ended the stream before the end of the answer")
+
+    def _check_prompt(self, prompt_ids: Sequence[int] | None) -> None:
+        """Check the token ids that an engine used for a prompt with images. A trainer computes with these token ids.
+
+        Raises:
+            AttemptError: the ids are not those that the worker's processor made, or the engine reports none.
+        """
+        if self._images is None:
+            return
+        expected = self._images.ids + self.tokens.output_ids
+        if prompt_ids is None or tuple(prompt_ids) != expected:
+            got = "none" if prompt_ids is None else f"{len(prompt_ids)} other tokens"
+            raise self.failure(
+                f"prompt_token_ids must be the {len(expected)} tokens that the model's processor made of the prompt and "
+                f"its images, got {got}; the engine must serve a vision-language model, with the same files of its "
+                "processor and tokenizer as the rollout worker",
+                ErrorKind.REFUSED,
+            )
 
     def _refused(self, status: int, text: str) -> AttemptError:
         """Return the error for an HTTP status that is not 200. The caller raises it."""
@@ -315,9 +345,11 @@ class AttemptProgress:
         # A request that continues an answer must not repeat the random numbers of the earlier requests.
         if (seed := sampling.seeded(num_done).sampling_seed) is not None:
             given["sampling_seed"] = seed
+        images = self._images
+        prompt_ids = task.prompt_ids if images is None else images.short_ids
         request = {
             "rid": f"{task.task_id}-{task.attempt}-{self.num_calls}",
-            "input_ids": task.prompt_ids + self.tokens.output_ids,
+            "input_ids": prompt_ids + self.tokens.output_ids,
             "return_logprob": True,
             # Send values that equal our defaults too, because a server may use the defaults in the model's folder.
             "sampling_params": {
@@ -339,6 +371,8 @@ class AttemptProgress:
         if self._watch is not None:
             named["top_logprobs_num"] = self._watch.num_top
             named["stream"] = self._watch.streams and self._is_kept
+        if images is not None:
+            named |= {"image_data": images.urls, "return_prompt_token_ids": True}
         return {**request, **{name: value for name, value in named.items() if value}}
 
     def tokens_of(self, answer: GenerateAnswer) -> Partial:

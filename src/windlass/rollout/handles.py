@@ -116,7 +116,7 @@ class Rollout(msgspec.Struct, frozen=True):
         sampling_seed: seed of the answer; None if `SamplingParams.sampling_seed` is None.
         reward: reward from a `Scorer`, in a job with `[rewards]`; None for a rollout that no scorer has scored.
         text: decoded answer if text or messages were submitted, without special tokens; otherwise empty.
-        tensors: named tensors that the workflow added. The elements of large ones are in the worker's memory, until a
+        tensors: named tensors that the workflow added, and tensors of the images in a prompt. The elements of large ones are in the worker's memory, until a
             trainer rank gets them with its batch.
     """
 

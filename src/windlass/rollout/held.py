@@ -273,7 +273,9 @@ def _write(
     if remote is None:
         raise ConfigError(f"tensors: the rank's memory has no region for {choice.transport}")
     sources = [np.frombuffer(data, np.uint8) for data, _ in tensors]
-    regions = transport.register_all([(each.ctypes.data, each.nbytes) for each in sources])
+    # Answers to one prompt share the tensors of its images, and a transport registers a range once.
+    ranges = {each.ctypes.data: each for each in sources}
+    regions = transport.register_all([(address, each.nbytes) for address, each in ranges.items()])
     try:
         batch = WriteBatch(
             endpoint=remote.endpoint,
@@ -284,7 +286,7 @@ def _write(
         )
         transport.write(batch, deadline_s=deadline_s)
     finally:
-        for region, source in zip(regions, sources, strict=True):
+        for region, source in zip(regions, ranges.values(), strict=True):
             # The callback refers to `source`, and so keeps the elements in memory. The transport drops the callback
             # when no call uses the elements any more.
             transport.unregister(region, partial(_drop, source))

@@ -22,7 +22,7 @@ import msgspec
 from windlass.errors import ConfigError, ProtocolError
 from windlass.net.messages import MAX_NAME_NBYTES, Codec, Envelope, Refused, Reply
 from windlass.rollout.held import TensorsWritten, WriteTensors
-from windlass.rollout.tensors import SampleTensor, check_tensors
+from windlass.rollout.tensors import IMAGES, SampleTensor, check_tensors
 from windlass.rollout.values import (
     check_value,
     plain_booleans,
@@ -402,7 +402,8 @@ class TrainingSample(msgspec.Struct, frozen=True, kw_only=True):
         engine: name of the engine that made the last token.
         task_id: id of the rollout. Several samples of one rollout have the same id.
         finish_reason: the engine's reason for the end of the last answer (`stop`, `length`).
-        tensors: named tensors for the loss, such as advantages or reference log-probabilities.
+        tensors: named tensors for the loss, such as advantages or reference log-probabilities. Tensors of images have
+            names that begin with `images.`.
         metadata: msgpack-plain values.
 
     Raises:
@@ -456,6 +457,20 @@ class TrainingSample(msgspec.Struct, frozen=True, kw_only=True):
                     f"{where}tensor {name!r} must have one entry per output token ({len(self.output_ids)}), got shape "
                     f"{tensor.shape}; set per_token=False if the tensor has other dimensions"
                 )
+
+    @property
+    def image_tensors(self) -> dict[str, SampleTensor]:
+        """Tensors of the images in the prompt, by the model's names, such as `pixel_values`; empty if there are none."""
+        names = [name for name in self.tensors if name.startswith(IMAGES)]
+        return {name.removeprefix(IMAGES): self.tensors[name] for name in names}
+
+    def refuse_images(self, what: str) -> None:
+        """Raise `ConfigError` if the sample has images, which `what` would ignore."""
+        if self.image_tensors:
+            raise ConfigError(
+                f"{what}: sample of group {self.group_id} must have no images, got {sorted(self.image_tensors)}: only a "
+                "trainer of your own can train on images; see docs/text.md"
+            )
 
     @property
     def num_trained(self) -> int:

@@ -82,7 +82,7 @@ def pack(
         max_tokens: largest number of tokens in a pack.
 
     Raises:
-        ConfigError: `samples` is empty, a sample is longer than `max_tokens` or has no prompt, packed tensors of one
+        ConfigError: `samples` is empty, a sample is longer than `max_tokens`, or has images or no prompt, packed tensors of one
             name differ in dtype or in shape per token, NumPy does not have a tensor's dtype, or a number is below 1.
     """
     for name, number in (("num_ranks", num_ranks), ("max_tokens", max_tokens)):
@@ -96,6 +96,7 @@ def pack(
             raise ConfigError(
                 f"pack: samples[{index}] must have at most max_tokens={max_tokens} tokens, got {length}"
             )
+        sample.refuse_images(f"pack: samples[{index}]")
         if not sample.prompt_ids:
             raise ConfigError(f"pack: samples[{index}] must have a prompt, got none")
     kinds = _kinds(samples)

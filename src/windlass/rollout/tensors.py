@@ -26,6 +26,8 @@ MAX_DIMS = 8
 """Largest number of dimensions of a tensor."""
 MAPPED_NBYTES = 1 << 20
 """Smallest size of a copied tensor that gets its own memory mapping."""
+IMAGES = "images."
+"""Beginning of the names of the tensors that a worker makes of the images in a prompt, such as `images.pixel_values`."""
 KEPT_MAPPINGS = 32
 """Largest number of unused mappings that are kept, because new memory is slow at its first use: 0.3 to 4 s per GB."""
 

@@ -1,15 +1,28 @@
-"""Prompts as text: strings and chat messages, which a worker turns into token ids with the model's own tokenizer."""
+"""Prompts as text: strings and chat messages, which a worker turns into token ids with the model's own tokenizer.
+
+Messages may contain images, see `windlass.rollout.images`.
+"""
 
 from __future__ import annotations
 
 import threading
+from collections import OrderedDict
 from collections.abc import Mapping, Sequence
+from concurrent.futures import Future
 from functools import lru_cache
-from typing import Any, Protocol, TypeAlias, final
+from typing import Any, NamedTuple, Protocol, TypeAlias, final
 
 import msgspec
 
 from windlass.errors import ConfigError
+from windlass.rollout.images import (
+    MAX_IMAGES,
+    ImagePrompt,
+    ModelImages,
+    images_of,
+    is_image,
+    with_encoded_images,
+)
 from windlass.rollout.values import encode_value, plain_map
 
 Message: TypeAlias = Mapping[str, object]
@@ -17,6 +30,8 @@ Message: TypeAlias = Mapping[str, object]
 
 MAX_CACHED_PROMPTS = 1024
 """Number of prompts for which a worker keeps the token ids, so that it tokenises the prompt of a group once."""
+MAX_CACHED_NBYTES = 256 << 20
+"""Size of these prompts with their images and tensors, in bytes."""
 _RESERVED = [
     "conversation",
     "messages",
@@ -53,13 +68,13 @@ class Chat(TemplateInput, frozen=True, omit_defaults=True):
     """Chat messages as a prompt, with tools and other arguments of the chat template.
 
     Attributes:
-        messages: messages with `role` and `content`, as in OpenAI's API. The content is text, a list of text parts,
-            or None.
+        messages: messages with `role` and `content`, as in OpenAI's API. The content is text, a list of parts (texts and
+            images), or None. The constructor encodes images of Pillow and NumPy as PNG.
         tools: JSON schemas of tools.
         template_arguments: additional arguments of the model's chat template, such as `{"enable_thinking": False}`.
 
     Raises:
-        ConfigError: a value has another type, or a message has images, audio or video.
+        ConfigError: a value has another type, a message has audio or video, or an image is invalid.
     """
 
     def __post_init__(self) -> None:
@@ -68,15 +83,27 @@ class Chat(TemplateInput, frozen=True, omit_defaults=True):
             values: object = getattr(self, name)
             if not isinstance(values, Sequence) or isinstance(values, str | bytes):
                 raise ConfigError(f"{where}{name} must be a sequence of mappings, got {values!r}")
-            found = tuple(plain_map(f"{where}{name}[{n}]", each) for n, each in enumerate(values))
-            msgspec.structs.force_setattr(self, name, found)
+            found = []
+            for number, each in enumerate(values):
+                what = f"{where}{name}[{number}]"
+                found.append(plain_map(what, with_encoded_images(what, each)))
+            msgspec.structs.force_setattr(self, name, tuple(found))
         if not self.messages:
             raise ConfigError(f"{where}messages must not be empty")
         for number, message in enumerate(self.messages):
             _check_message(f"{where}messages[{number}]", message)
+        if (num_images := len(self.images)) > MAX_IMAGES:
+            raise ConfigError(
+                f"{where}messages must have at most {MAX_IMAGES} images, got {num_images}"
+            )
         arguments = plain_map(f"{where}template_arguments", self.template_arguments)
         msgspec.structs.force_setattr(self, "template_arguments", arguments)
         check_template_arguments(f"{where}template_arguments", arguments)
+
+    @property
+    def images(self) -> tuple[bytes, ...]:
+        """Encoded images of the messages, in order."""
+        return images_of(self.messages)
 
 
 def check_template_arguments(what: str, arguments: Mapping[str, object]) -> None:
@@ -91,7 +118,7 @@ def check_template_arguments(what: str, arguments: Mapping[str, object]) -> None
 
 
 def _check_message(where: str, message: Message) -> None:
-    """Raise `ConfigError` unless a message has a role, and its content is text, a list of text parts, or None."""
+    """Raise `ConfigError` unless a message has a role, and its content is text, a list of texts and images, or None."""
     role, content = message.get("role"), message.get("content")
     if not isinstance(role, str) or not role:
         raise ConfigError(f"{where}: role must be text, got {role!r}")
@@ -99,14 +126,14 @@ def _check_message(where: str, message: Message) -> None:
         return
     if not isinstance(content, list):
         raise ConfigError(
-            f"{where}: content must be text, a list of text parts or None, got {content!r}"
+            f"{where}: content must be text, a list of parts or None, got {content!r}"
         )
     for part in content:
         kind = part.get("type") if isinstance(part, dict) else None
-        if kind != "text" or not isinstance(part.get("text"), str):
+        if not is_image(part) and (kind != "text" or not isinstance(part.get("text"), str)):
             raise ConfigError(
-                f"{where}: content must be text parts, got a part of type {kind!r}; images, audio and video are not "
-                "supported: Windlass sends token ids to engines"
+                f"{where}: content must be parts with text or images, got a part of type {kind!r}; audio and video are "
+                "not supported"
             )
 
 
@@ -129,6 +156,18 @@ def encode_prompt(prompt: Prompt) -> bytes:
             return b""
         prompt = Chat(tuple(prompt))
     return encode_value("rollout: prompt", prompt)
+
+
+class ModelPrompt(NamedTuple):
+    """Prompt in the tokens of a model.
+
+    Attributes:
+        ids: token ids; of a prompt with images, `ImagePrompt.ids`.
+        images: images of the prompt; None if there are none.
+    """
+
+    ids: tuple[int, ...]
+    images: ImagePrompt | None = None
 
 
 _DECODER = msgspec.msgpack.Decoder(str | Chat)
@@ -155,6 +194,18 @@ class TextCodec(Protocol):
         """
         ...
 
+    def with_images(self, text: str, images: Sequence[bytes]) -> ImagePrompt:
+        """Return the prompt of a rendered conversation with images.
+
+        Args:
+            text: text of the chat template, with placeholders of images.
+            images: encoded images, in the order of the placeholders.
+
+        Raises:
+            ConfigError: the model has no processor of images, or the processor refuses the text and the images.
+        """
+        ...
+
 
 @final
 class ModelText:
@@ -175,6 +226,7 @@ class ModelText:
         self._folder = folder
         # Tokenizers of transformers fail if two threads use them at the same time.
         self._lock = threading.Lock()
+        self._images: ModelImages | None = None
         try:
             self._tokenizer = transformers.AutoTokenizer.from_pretrained(
                 folder, local_files_only=True
@@ -221,6 +273,12 @@ class ModelText:
             ) from error
         return text
 
+    def with_images(self, text: str, images: Sequence[bytes]) -> ImagePrompt:
+        with self._lock:
+            if self._images is None:
+                self._images = ModelImages(self._folder)
+        return self._images.prompt(text, self.encode(text), images)
+
 
 @lru_cache(maxsize=4)
 def load_text(folder: str) -> ModelText:
@@ -242,24 +300,86 @@ class TextPrompts:
     def __init__(self, codec: TextCodec) -> None:
         self.codec = codec
         self.encode, self.decode = codec.encode, codec.decode
-        self.token_ids = lru_cache(MAX_CACHED_PROMPTS)(self._token_ids)
-        """Return the token ids of an encoded prompt, see `encode_prompt`; raise ConfigError if there are none."""
+        self._lock = threading.Lock()
+        self._made: OrderedDict[bytes, tuple[Future[ModelPrompt], int]] = OrderedDict()
+        """Encoded prompt -> its conversion, and the number of bytes that both take; the newest last."""
+        self._nbytes = 0
 
-    def _token_ids(self, encoded: bytes) -> tuple[int, ...]:
-        """Compute token ids; the method `token_ids` caches the result."""
-        prompt = _DECODER.decode(encoded)
-        if isinstance(prompt, Chat):
-            found = self.render(prompt)
-        else:
-            found = self.encode(prompt, add_special_tokens=True)
-        if not found:
-            raise ConfigError("rollout: prompt must have at least one token, got none")
+    def prompt(self, encoded: bytes) -> ModelPrompt:
+        """Return the token ids and images of an encoded prompt, see `encode_prompt`. Convert a prompt of a group once.
+
+        Raises:
+            ConfigError: the prompt has no tokens, or the tokenizer, the chat template or the processor refuses it.
+        """
+        with self._lock:
+            known = self._made.get(encoded)
+            if known is not None:
+                self._made.move_to_end(encoded)
+            future = Future[ModelPrompt]() if known is None else known[0]
+            if known is None:
+                self._made[encoded] = future, 0
+        # Another thread converts this prompt, or has converted it.
+        if known is not None:
+            return future.result()
+        try:
+            found = self._converted(encoded)
+        except BaseException as error:
+            with self._lock:
+                self._made.pop(encoded, None)
+            future.set_exception(error)
+            raise
+        future.set_result(found)
+        self._keep(encoded, future, found)
         return found
 
-    def render(self, chat: Chat) -> tuple[int, ...]:
-        """Return the token ids of messages in the model's chat template, with the beginning of an answer."""
+    def _keep(self, encoded: bytes, future: Future[ModelPrompt], found: ModelPrompt) -> None:
+        """Record the size of a converted prompt. Drop the oldest prompts if all together are too many or too large."""
+        images = found.images
+        nbytes = len(encoded) + 8 * len(found.ids) + (0 if images is None else images.nbytes)
+        with self._lock:
+            if encoded in self._made and self._made[encoded][0] is future:
+                self._made[encoded] = future, nbytes
+                self._nbytes += nbytes
+            while self._nbytes > MAX_CACHED_NBYTES or len(self._made) > MAX_CACHED_PROMPTS:
+                _, (_, nbytes) = self._made.popitem(last=False)
+                self._nbytes -= nbytes
+
+    def _converted(self, encoded: bytes) -> ModelPrompt:
+        """Convert an encoded prompt; the method `prompt` keeps the result."""
+        prompt = _DECODER.decode(encoded)
+        if isinstance(prompt, Chat):
+            return self.chat_prompt(prompt)
+        found = self.encode(prompt, add_special_tokens=True)
+        if not found:
+            raise ConfigError("rollout: prompt must have at least one token, got none")
+        return ModelPrompt(found)
+
+    def chat_prompt(self, chat: Chat) -> ModelPrompt:
+        """Return messages in the model's chat template, with the beginning of an answer.
+
+        Raises:
+            ConfigError: there are no tokens, or the chat template or the processor refuses the messages.
+        """
         text = self.codec.template_text(_plain(chat), add_generation_prompt=True)
-        return self.encode(text)
+        if images := chat.images:
+            found = self.codec.with_images(text, images)
+            return ModelPrompt(found.ids, found)
+        ids = self.encode(text)
+        if not ids:
+            raise ConfigError("rollout: prompt must have at least one token, got none")
+        return ModelPrompt(ids)
+
+    def render(self, chat: Chat) -> tuple[int, ...]:
+        """Return the token ids of messages in the model's chat template, with the beginning of an answer.
+
+        Raises:
+            ConfigError: the messages have images, whose token ids alone are no prompt.
+        """
+        if chat.images:
+            raise ConfigError(
+                f"messages must have no images, got {len(chat.images)}: token ids alone do not contain them"
+            )
+        return self.encode(self.codec.template_text(_plain(chat), add_generation_prompt=True))
 
 
 def _plain(chat: Chat) -> TemplateInput:
@@ -269,11 +389,17 @@ def _plain(chat: Chat) -> TemplateInput:
 
 
 def _plain_message(message: Message) -> Message:
-    """Return a copy of a message. Join its text parts with newlines, and decode the arguments of its tool calls."""
+    """Return a copy of a message. Join its text parts with newlines, and decode the arguments of its tool calls.
+
+    A message with images keeps its parts, because the template writes the placeholders of the images between its texts.
+    """
     content: Any = message.get("content")
     plain = dict(message)
     if isinstance(content, list):
-        plain["content"] = "\n".join(part["text"] for part in content)
+        if any(map(is_image, content)):
+            plain["content"] = [{"type": "image"} if is_image(part) else part for part in content]
+        else:
+            plain["content"] = "\n".join(part["text"] for part in content)
     calls = message.get("tool_calls")
     if isinstance(calls, list):
         plain["tool_calls"] = [_plain_call(call) for call in calls]

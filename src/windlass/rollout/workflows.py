@@ -263,6 +263,11 @@ class WorkflowContext:
             RolloutError: as for `generate`.
         """
         chat, prompts = _chat(messages, tools), self._tokenizer()
+        if chat.images:
+            raise ConfigError(
+                f"workflow {self._task.workflow}: messages of `chat` must have no images, got {len(chat.images)}; submit "
+                "messages with images as a prompt"
+            )
         if self._conversations is None:
             self._conversations = Conversations(prompts.codec)
         template = Template(chat.tools, chat.template_arguments)
@@ -468,16 +473,20 @@ class Attempts:
         prompts = self._prompts
         if prompts is None:
             raise AttemptError(f"prompt: {NO_TOKENIZER}", Partial(), ErrorKind.REFUSED)
+        try:
+            ids, images = await asyncio.to_thread(prompts.prompt, task.prompt)
+        except ConfigError as error:
+            raise AttemptError(str(error), Partial(), ErrorKind.REFUSED) from error
         if not task.prompt_ids:
-            try:
-                found = await asyncio.to_thread(prompts.token_ids, task.prompt)
-            except ConfigError as error:
-                raise AttemptError(str(error), Partial(), ErrorKind.REFUSED) from error
-            task = msgspec.structs.replace(task, prompt_ids=found)
+            task = msgspec.structs.replace(task, prompt_ids=ids)
+        elif images is not None and task.prompt_ids != ids:
+            # The template contains the time, for example. The images belong to the new ids, so start from the prompt.
+            task = msgspec.structs.replace(task, prompt_ids=ids, partial=Partial())
         self._prompt_ids[task.task_id, task.attempt] = task.prompt_ids
-        answer = await generate(self._session, task)
+        answer = await generate(self._session, task, images=images)
         text = await asyncio.to_thread(prompts.decode, answer.tokens.output_ids)
-        return msgspec.structs.replace(answer, text=text)
+        tensors = {} if images is None else await self._hold(images.tensors)
+        return msgspec.structs.replace(answer, text=text, tensors=tensors)
 
     async def _call(self, workflow: Workflow, context: WorkflowContext) -> object:
         """Run a workflow and return its value.

@@ -157,11 +157,12 @@ def token_batch(
             flash attention does, and the model must have no other layers that mix tokens; see `only_attends`.
 
     Raises:
-        ConfigError: a sample has no prompt, or does not have exactly one advantage per output token.
+        ConfigError: a sample has images or no prompt, or does not have exactly one advantage per output token.
     """
     columns: dict[str, list[torch.Tensor]] = defaultdict(list)
     for number, sample in enumerate(samples):
         where = f"sample of group {sample.group_id}: "
+        sample.refuse_images("token_batch")
         if not sample.prompt_ids:
             raise ConfigError(f"{where}prompt_ids must not be empty, got ()")
         if ADVANTAGES not in sample.tensors:

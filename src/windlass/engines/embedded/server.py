@@ -24,7 +24,7 @@ from windlass.sampling import SamplingParams
 
 PAUSE_DEADLINE_S = 30.0
 START_DEADLINE_S = 60.0
-MAX_BODY_NBYTES = 1 << 20
+MAX_BODY_NBYTES = 1 << 26
 
 
 class _Generate(msgspec.Struct, frozen=True):
@@ -35,6 +35,7 @@ class _Generate(msgspec.Struct, frozen=True):
     lora_path: str = ""
     priority: int = 0
     top_logprobs_num: int = 0
+    image_data: list[str] = []
 
 
 class _Pause(msgspec.Struct, frozen=True):
@@ -155,6 +156,10 @@ class EngineServer:
         if body.lora_path:
             raise ConfigError(
                 f"lora_path must be empty, got {body.lora_path!r}: the embedded engine serves no adapters"
+            )
+        if body.image_data:
+            raise ConfigError(
+                f"image_data must be empty for the embedded engine, got {len(body.image_data)} images; use vLLM or SGLang"
             )
         if body.priority:
             raise ConfigError(

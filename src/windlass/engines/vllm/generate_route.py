@@ -46,6 +46,9 @@ class _Request(msgspec.Struct, frozen=True):
     priority: int = 0
     top_logprobs_num: int = 0
     stream: bool = False
+    image_data: list[str] = []
+    """Images as data URLs, in the order of their placeholders in `input_ids`."""
+    return_prompt_token_ids: bool = False
 
 
 class _Candidate(msgspec.Struct, frozen=True):
@@ -99,6 +102,7 @@ class _Noted(msgspec.Struct, frozen=True):
 
 class _Answer(msgspec.Struct, frozen=True):
     choices: list[_Choice] = []
+    prompt_token_ids: list[int] | None = None
     kv_transfer_params: _Noted | None = None
 
 
@@ -116,12 +120,21 @@ class GenerateRoute:
         # vLLM finds stop texts only in detokenized answers.
         sampling = {**_sampling(request), "detokenize": bool(request.sampling_params.stop)}
         inner = {"token_ids": request.input_ids, "sampling_params": sampling, **_named(request)}
-        return {**inner, "stream": True} if request.stream else inner
+        if request.stream:
+            inner["stream"] = True
+        if request.return_prompt_token_ids:
+            inner["return_token_ids"] = True
+        if request.image_data:
+            _require_images()
+            inner["content_parts"] = [{"type": "image_url", "url": u} for u in request.image_data]
+        return inner
 
     def to_outer(self, body: bytes, num_top: int) -> dict[str, object]:
         """Convert the response of vLLM's route into a response of `/generate` with `num_top` tokens at each place."""
-        choice = msgspec.json.decode(body, type=_Answer).choices[0]
-        return _outer(choice, choice.token_ids or [], choice.weight_versions, num_top)
+        found = msgspec.json.decode(body, type=_Answer)
+        choice = found.choices[0]
+        outer = _outer(choice, choice.token_ids or [], choice.weight_versions, num_top)
+        return {**outer, **_prompt(found)}
 
     async def __call__(self, scope: Message, receive: Receive, send: Send) -> None:
         """Serve one request, or pass it on to vLLM's application if it is not for `/generate`."""
@@ -179,7 +192,16 @@ class CompletionsRoute(GenerateRoute):
     path = "/v1/completions"
 
     def to_inner(self, request: _Request) -> dict[str, object]:
-        """Return the body of the request to `/v1/completions`."""
+        """Return the body of the request to `/v1/completions`.
+
+        Raises:
+            ConfigError: the request has images, or needs the token ids of the prompt.
+        """
+        if request.image_data or request.return_prompt_token_ids:
+            raise ConfigError(
+                f"image_data must be empty for this vLLM server, got {len(request.image_data)} images: its route "
+                f"{self.path} takes no token ids with images"
+            )
         tokens = {"return_token_ids": True, "return_tokens_as_token_ids": True}
         return {"prompt": request.input_ids, **tokens, **_sampling(request), **_named(request)}
 
@@ -222,17 +244,17 @@ class _Events:
     def _converted(self, data: bytes) -> bytes:
         """Return the data of an event in the form of `/generate`."""
         # An event without choices is an error or the end of the stream.
-        choices = msgspec.json.decode(data, type=_Answer).choices if data[:1] == b"{" else []
-        if not choices:
+        found = msgspec.json.decode(data, type=_Answer) if data[:1] == b"{" else _Answer()
+        if not found.choices:
             return data
-        (choice,) = choices
+        (choice,) = found.choices
         tokens = choice.token_ids or []
         self._num_tokens += len(tokens)
         outer = _outer(choice, tokens, choice.weight_versions, self._num_top)
         meta: dict[str, object] = {**outer["meta_info"], "completion_tokens": self._num_tokens}
         if choice.finish_reason is None:
             meta["finish_reason"] = None
-        return msgspec.json.encode({**outer, "meta_info": meta})
+        return msgspec.json.encode({**outer, "meta_info": meta, **_prompt(found)})
 
 
 def _replay(body: bytes, receive: Receive) -> Receive:
@@ -246,12 +268,14 @@ def _replay(body: bytes, receive: Receive) -> Receive:
 
 
 def _check(request: _Request, scope: Message) -> None:
-    """Check that the server can honour a request's stop texts (they need a tokenizer) and its priority.
+    """Check that the server can honour a request's stop texts and images (they need a tokenizer), and its priority.
 
     Raises:
-        ConfigError: the server would ignore the stop texts or the priority.
+        ConfigError: the server would ignore a part of the request, or load an image from a network.
     """
-    if not request.sampling_params.stop and not request.priority:
+    if bad := [url for url in request.image_data if not url.startswith("data:image/")]:
+        raise ConfigError(f"image_data must be data URLs of images, got {bad[0][:60]!r}")
+    if not request.sampling_params.stop and not request.priority and not request.image_data:
         return
     # vLLM sets `state` before the server starts.
     config: Any = scope["app"].state.engine_client.vllm_config
@@ -259,11 +283,36 @@ def _check(request: _Request, scope: Message) -> None:
         raise ConfigError(
             f"priority must be 0 without --scheduling-policy priority, got {request.priority}"
         )
+    if request.image_data and not config.model_config.is_multimodal_model:
+        raise ConfigError(
+            f"image_data must be empty, got {len(request.image_data)} images: the server's model takes no images"
+        )
+    if request.image_data and config.model_config.skip_tokenizer_init:
+        raise ConfigError(
+            f"image_data must be empty, got {len(request.image_data)} images, because the server was started with "
+            "--skip-tokenizer-init; remove this option"
+        )
     if request.sampling_params.stop and config.model_config.skip_tokenizer_init:
         raise ConfigError(
             "sampling_params: stop must be empty, because the server was started with --skip-tokenizer-init; remove "
             "this option, or use stop_token_ids"
         )
+
+
+def _require_images() -> None:
+    """Raise `ConfigError` if vLLM's route would ignore images. Earlier releases have the route without them."""
+    from vllm.entrypoints.scale_out.token_in_token_out.protocol import GenerateRequest
+
+    if "content_parts" not in GenerateRequest.model_fields:
+        raise ConfigError(
+            f"image_data must be empty for this release of vLLM: {GenerateRoute.path} takes no images"
+        )
+
+
+def _prompt(found: _Answer) -> dict[str, object]:
+    """Return the token ids of the prompt under SGLang's name, if vLLM reports them."""
+    ids = found.prompt_token_ids
+    return {} if ids is None else {"prompt_token_ids": ids}
 
 
 def _sampling(request: _Request) -> dict[str, object]:

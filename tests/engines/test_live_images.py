@@ -1,0 +1,245 @@
+"""Messages with images, in a live vLLM server: trainers get exactly the tokens and images that the engine used.
+
+The trainer's side computes every log-probability again with transformers, from the sample alone: the token ids of the prompt
+as the engine expanded them, and the tensors of the processor. A worker process in vLLM's environment makes them.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import copy
+import os
+import urllib.request
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping
+from contextlib import AsyncExitStack, asynccontextmanager
+from typing import Any
+
+import msgspec
+import pytest
+import torch
+from servers import ROOT, TOKEN, VENVS, Layout, Server, serving
+from vision_checkpoint import MERGED, png, write_vision_checkpoint
+
+import windlass
+from windlass.config import ControlConfig, PauseMode, PhaseDeadlines, UpdateMode
+from windlass.net.server import ControlServer
+from windlass.rollout import (
+    BatchClient,
+    BatchQueue,
+    RolloutController,
+    SamplingParams,
+    StalenessPolicy,
+    StaticEngines,
+    TrainingSample,
+    mount_rollout_routes,
+    training_samples,
+)
+
+pytestmark = [pytest.mark.engines, pytest.mark.timeout(900)]
+
+MODEL = "model"
+OPTIONS = ("--max-model-len", "1024", "--served-model-name", MODEL, "--dtype", "float32")
+NUM_TOKENS = 12
+GREEDY = SamplingParams(max_new_tokens=NUM_TOKENS, temperature=0.0, ignore_eos=True)
+ATOL = 1e-3
+"""Largest difference of float32 log-probabilities between vLLM and transformers."""
+SMALL, WIDE, OTHER = png(2 * MERGED, 1), png(4 * MERGED, 2, height=2 * MERGED), png(2 * MERGED, 3)
+"""Images of 4, 8 and 4 tokens."""
+
+
+def url(image: bytes) -> str:
+    return f"data:image/png;base64,{base64.b64encode(image).decode()}"
+
+
+def about(*images: bytes, text: str = "What is in image 7 ?") -> list[dict[str, Any]]:
+    """Return a message with images before and a text after them, in OpenAI's form."""
+    parts = [{"type": "image_url", "image_url": {"url": url(image)}} for image in images]
+    return [{"role": "user", "content": [*parts, {"type": "text", "text": text}]}]
+
+
+def forward(
+    model: Any, sample: TrainingSample, bias: Mapping[int, float] | None = None
+) -> torch.Tensor:
+    """Return the log-probabilities of all tokens at each output token's place, by transformers."""
+    ids = torch.tensor([sample.prompt_ids + sample.output_ids])
+    named = {name: tensor.to_torch() for name, tensor in sample.image_tensors.items()}
+    kinds = (ids == model.config.image_token_id).int()
+    with torch.no_grad():
+        logits = model(input_ids=ids, mm_token_type_ids=kinds, **named).logits[0].float()
+    for token, change in (bias or {}).items():
+        logits[:, token] += change
+    found: torch.Tensor = logits[len(sample.prompt_ids) - 1 : -1].log_softmax(-1)
+    return found
+
+
+def check(model: Any, sample: TrainingSample) -> int:
+    """Compare the log-probabilities of a sample with transformers; return their number."""
+    found = forward(model, sample)
+    mine = found[torch.arange(len(sample.output_ids)), list(sample.output_ids)]
+    torch.testing.assert_close(torch.tensor(sample.logprobs), mine, atol=ATOL, rtol=0)
+    return len(sample.output_ids)
+
+
+class Rig:
+    """Rollout controller with one live engine, and a worker in the engine's environment."""
+
+    def __init__(self, stack: AsyncExitStack) -> None:
+        self.stack, self.step = stack, 0
+
+    async def start(self, server: Server, *, in_environment_of: str = "vllm") -> None:
+        engines = StaticEngines([("engine", server.url, 0)])
+        self.rollouts = await self.stack.enter_async_context(
+            RolloutController(engines, StalenessPolicy.unbounded(64), token=TOKEN)
+        )
+        self.batches = BatchQueue()
+        self.stack.callback(self.batches.close)
+        control = ControlServer(host="127.0.0.1", port=0, token=TOKEN)
+        mount_rollout_routes(control, self.rollouts, self.batches)
+        await control.start()
+        self.stack.push_async_callback(control.close)
+        self.url = control.url
+        process = await asyncio.create_subprocess_exec(
+            *(str(VENVS[in_environment_of] / "bin/python"), "-m", "windlass.rollout.worker"),
+            *("--name", "w", "--controller", control.url, "--tokenizer", str(server.model)),
+            env={**os.environ, "PYTHONPATH": str(ROOT / "src"), "WINDLASS_TOKEN": TOKEN},
+        )
+
+        async def reap() -> None:
+            process.kill()
+            await process.wait()
+
+        self.stack.push_async_callback(reap)
+
+    async def samples(
+        self, *prompts: Any, n: int = 1, sampling: SamplingParams = GREEDY
+    ) -> list[tuple[TrainingSample, ...]]:
+        """Return the samples of each prompt's group, as a trainer rank gets them."""
+        for number, prompt in enumerate(prompts):
+            self.rollouts.submit_group(prompt, n, sampling, metadata=number)
+        found = await self.rollouts.next_batch(len(prompts), deadline_s=120)
+        groups = sorted(found, key=lambda group: group.metadata)  # type: ignore[arg-type,return-value]
+        await self.batches.put(self.step, [training_samples(group, range(n)) for group in groups])
+        with BatchClient(self.url, TOKEN) as client:
+            ask = client.next_batch
+            batch = await asyncio.to_thread(ask, self.step, 0, 1, deadline_s=60)
+        self.step += 1
+        made = list(batch.samples)
+        return [tuple(made[at : at + n]) for at in range(0, len(made), n)]
+
+
+@pytest.fixture(scope="module")
+def vllm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Server, Any]]:
+    """Provide a server with a Qwen2-VL, and the model in transformers."""
+    folder = tmp_path_factory.mktemp("model")
+    model = write_vision_checkpoint(folder, 1)
+    log = tmp_path_factory.mktemp("log") / "log"
+    with serving("vllm", folder, log, layout=Layout(), flags=OPTIONS, tokenizes=True) as server:
+        yield server, model
+
+
+@pytest.fixture
+async def rig() -> AsyncIterator[Rig]:
+    async with AsyncExitStack() as stack:
+        yield Rig(stack)
+
+
+def chat_completion(server: Server, messages: Any) -> tuple[list[int], list[int]]:
+    """Return the ids of the prompt and of the greedy answer of vLLM's own route for chats."""
+    answer = server.post(
+        "/v1/chat/completions",
+        {
+            "model": MODEL, "max_tokens": NUM_TOKENS, "temperature": 0, "ignore_eos": True,
+            "messages": messages, "return_token_ids": True,
+        },
+    )  # fmt: skip
+    return answer["prompt_token_ids"], answer["choices"][0]["token_ids"]
+
+
+@asynccontextmanager
+async def updated(server: Server, model: Any) -> AsyncIterator[Any]:
+    """Connect a trainer with `model` to the server, publish version 1, and provide the trainer."""
+    config = ControlConfig(
+        mode=UpdateMode.IN_PLACE,
+        pause_mode=PauseMode.ABORT,
+        deadlines=PhaseDeadlines(pause_s=120),
+    )
+    async with windlass.Controller(token=TOKEN, config=config) as controller:
+        await asyncio.to_thread(server.join, controller.url, "cma")
+        with await asyncio.to_thread(
+            lambda: windlass.connect_trainer(model, controller=controller.url, token=TOKEN)
+        ) as trainer:
+            await asyncio.to_thread(trainer.publish, 1)
+            yield trainer
+
+
+def num_generated(server: Server) -> float:
+    """Return the number of tokens that the server has generated, from its metrics."""
+    with urllib.request.urlopen(f"{server.url}/metrics", timeout=60) as answer:
+        lines = answer.read().decode().splitlines()
+    found = [line.split()[1] for line in lines if line.startswith("vllm:generation_tokens_total")]
+    return sum(map(float, found))
+
+
+async def test_answers_about_images_are_those_of_vllm_and_of_transformers(
+    vllm: tuple[Server, Any], rig: Rig, compared: Callable[[str, int], None]
+) -> None:
+    server, model = vllm
+    await rig.start(server)
+    async with updated(server, model):
+        prompts = [about(SMALL), about(OTHER), about(WIDE, SMALL), about(SMALL, WIDE)]
+        groups = await rig.samples(*prompts, n=2)
+    num_checked = 0
+    for messages, samples in zip(prompts, groups, strict=True):
+        prompt_ids, output_ids = await asyncio.to_thread(chat_completion, server, messages)
+        for sample in samples:
+            assert list(sample.prompt_ids) == prompt_ids
+            assert list(sample.output_ids) == output_ids
+            num_checked += check(model, sample)
+    compared("greedy tokens with vLLM's own chat route", num_checked)
+    compared("logprobs with transformers'", num_checked)
+    image_token = model.config.image_token_id
+    assert [sample.prompt_ids.count(image_token) for sample, _ in groups] == [4, 4, 12, 12]
+    # The ids are equal, and the images are not.
+    (one, _), (other, _), (wide, _), (small, _) = groups
+    assert one.prompt_ids == other.prompt_ids
+    assert one.logprobs[0] != pytest.approx(other.logprobs[0], abs=10 * ATOL)
+    with pytest.raises(AssertionError):
+        check(model, msgspec.structs.replace(one, tensors=other.tensors))
+    assert wide.logprobs[0] != pytest.approx(small.logprobs[0], abs=10 * ATOL)
+
+
+async def test_an_answer_that_an_update_aborts_continues_with_the_same_images(
+    vllm: tuple[Server, Any], rig: Rig, compared: Callable[[str, int], None]
+) -> None:
+    server, old = vllm
+    model = copy.deepcopy(old)
+    await rig.start(server)
+    # A random model generates the token of an image, which no processor has made an image for.
+    bias = {old.config.image_token_id: -100.0, old.config.video_token_id: -100.0}
+    long = SamplingParams(
+        max_new_tokens=600, temperature=1.0, ignore_eos=True, sampling_seed=5, logit_bias=bias
+    )
+    prompts = about(SMALL, WIDE), about(OTHER, WIDE)
+    async with updated(server, model) as trainer:
+        # The worker loads its processor before the long answers begin.
+        await rig.samples(*prompts)
+        before = await asyncio.to_thread(num_generated, server)
+        asked = asyncio.create_task(rig.samples(*prompts, sampling=long))
+        async with asyncio.timeout(120):
+            while await asyncio.to_thread(num_generated, server) < before + 40:  # noqa: ASYNC110
+                await asyncio.sleep(0.1)
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.add_(torch.randn(parameter.shape) * 0.02)
+        await asyncio.to_thread(trainer.publish, 2)
+        groups = await asked
+        for (sample,) in groups:
+            assert set(sample.versions) == {1, 2}
+            first = sample.versions.index(2)
+            for weights, part in ((old, slice(None, first)), (model, slice(first, None))):
+                chosen = torch.tensor(sample.output_ids[part])
+                mine = forward(weights, sample, bias)[part].gather(1, chosen[:, None])[:, 0]
+                given = torch.tensor(sample.logprobs[part])
+                torch.testing.assert_close(given, mine, atol=ATOL, rtol=0)
+                compared("logprobs around an update with transformers'", len(chosen))

@@ -1,0 +1,279 @@
+"""Images in messages: their forms at submission, their pixels in a worker, and requests to engines that refuse them."""
+
+from __future__ import annotations
+
+import base64
+import io
+import json
+import threading
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import msgspec
+import numpy as np
+import PIL.Image
+import pytest
+import torch
+from vision_checkpoint import png
+
+from windlass.errors import ConfigError
+from windlass.jobs.audit import AuditRecord, read_audit
+from windlass.jobs.recipe import Task, decode_tasks, encode_tasks
+from windlass.jobs.replay import replay
+from windlass.rollout import Chat, SampleTensor, SamplingParams, TrainingSample, images, pack
+from windlass.rollout.held import TensorStore, WriteTensors, destination_of, held_of
+from windlass.rollout.images import MAX_IMAGES, ImagePrompt, decoded
+from windlass.rollout.text import ModelPrompt, TemplateInput, TextPrompts, encode_prompt
+from windlass.training.batches import token_batch
+from windlass.transfer.arena import Arena
+from windlass.transports.registry import create_transport, parse_transport
+
+PICTURE = png(6, 1, height=4)
+
+
+def about(image: Any) -> list[dict[str, Any]]:
+    return [{"role": "user", "content": [{"type": "image", "image": image}]}]
+
+
+def linked(url: Any, **more: Any) -> list[dict[str, Any]]:
+    part = {"type": "image_url", "image_url": {"url": url, **more}}
+    return [{"role": "user", "content": [{"type": "text", "text": "a"}, part]}]
+
+
+def pixels(data: bytes) -> Any:
+    return np.asarray(PIL.Image.open(io.BytesIO(data)))
+
+
+def url(data: bytes, kind: str = "png") -> str:
+    return f"data:image/{kind};base64,{base64.b64encode(data).decode()}"
+
+
+def stored(image: Any, kind: str = "PNG", **more: Any) -> bytes:
+    found = io.BytesIO()
+    image.save(found, kind, **more)
+    return found.getvalue()
+
+
+def test_each_form_of_an_image_becomes_its_encoded_bytes() -> None:
+    opened = PIL.Image.open(io.BytesIO(PICTURE))
+    for messages in (
+        about(PICTURE),
+        about(bytearray(PICTURE)),
+        about(url(PICTURE)),
+        linked(url(PICTURE)),
+        linked(url(PICTURE), detail="auto"),
+    ):
+        assert Chat(messages).images == (PICTURE,)  # type: ignore[arg-type]
+    for image in (opened, np.asarray(opened), np.asarray(opened)[::-1][::-1]):
+        (found,) = Chat(about(image)).images  # type: ignore[arg-type]
+        np.testing.assert_array_equal(pixels(found), pixels(PICTURE))
+    # A worker gets the same chat, and a checkpoint of a job keeps it.
+    chat = Chat(linked(url(PICTURE)))  # type: ignore[arg-type]
+    assert decode_tasks(encode_tasks([Task(prompt=chat)])[0]) == [Task(prompt=chat)]
+    assert chat.messages[0]["content"] == [
+        {"type": "text", "text": "a"},
+        {"type": "image", "image": PICTURE},
+    ]
+
+
+@pytest.mark.parametrize(
+    ("messages", "says"),
+    [
+        (linked("https://host/a.png"), r"content\[1\]: image must be bytes or a URL that begins with data:image/png"),
+        (about("/etc/passwd"), r"got '/etc/passwd': Windlass opens no file and loads nothing from a net"),
+        (linked("data:image/png;base64,@@"), r"image must be valid base64, got 'data:image/png;base64,@@'"),
+        (about(b"GIF89a"), r"image must be a PNG or JPEG, got 6 bytes that begin with b'GIF89a'"),
+        (about(PICTURE + bytes(8 << 20)), rf"image must have at most 8388608 bytes, got {len(PICTURE) + (8 << 20)}"),
+        (about(3), r"image must be bytes, a data URL, or an image of Pillow or NumPy, got int"),
+        (about(None), r"got NoneType"),
+        (about(np.zeros((4, 4), np.uint8)), r"an array must be uint8 of shape \(height, width, 3\), got uint8 of shape"),
+        (about(np.zeros((4, 4, 3), np.float32)), r"got float32 of shape \(4, 4, 3\)"),
+        (about(PIL.Image.new("I;16", (2, 2))), r"8 bits per channel, got Pillow's mode I;16"),
+        (linked(url(PICTURE), detail="low"), r"image_url must be a mapping with `url` and without `detail`, got"),
+        (
+            [{"role": "user", "content": [{"type": "image", "image": PICTURE, "url": "x"}]}],
+            r"an image must have only \['image', 'type'\], got \{'url'\}",
+        ),
+        (
+            [{"role": "user", "content": [{"type": "image", "image": PICTURE}] * (MAX_IMAGES + 1)}],
+            r"messages must have at most 64 images, got 65",
+        ),
+        (
+            [{"role": "user", "content": [{"type": "video", "video": PICTURE}]}],
+            r"content must be parts with text or images, got a part of type 'video'; audio and video",
+        ),
+    ],
+)  # fmt: skip
+def test_invalid_images_are_refused_at_submission(messages: Any, says: str) -> None:
+    with pytest.raises(ConfigError, match=says):
+        encode_prompt(messages)
+
+
+def test_an_encoded_prompt_is_at_most_16_mib() -> None:
+    large = PICTURE + bytes((8 << 20) - len(PICTURE))
+    with pytest.raises(ConfigError, match=r"must have at most 16777216 bytes, got 1677"):
+        encode_prompt([*about(large), *about(large)])
+
+
+def test_an_engine_gets_the_pixels_that_the_processor_gets() -> None:
+    opaque = np.arange(24 * 3, dtype=np.uint8).reshape(4, 6, 3)
+    alpha = np.arange(24, dtype=np.uint8).reshape(4, 6, 1) * 10
+    given = {
+        "rgb": PICTURE,
+        "grey": stored(PIL.Image.fromarray(opaque[..., 0])),
+        "transparent": stored(PIL.Image.fromarray(np.concatenate([opaque, alpha], 2))),
+        "photograph": stored(PIL.Image.fromarray(opaque), "JPEG"),
+        "turned": stored(PIL.Image.fromarray(opaque), "PNG", exif=_turned()),
+    }
+    for name, data in given.items():
+        image, sent = decoded("image", data)
+        assert image.mode == "RGB", name
+        reopened = PIL.Image.open(io.BytesIO(sent))
+        assert reopened.mode == "RGB", name
+        assert not reopened.getexif(), name
+        np.testing.assert_array_equal(np.asarray(reopened), np.asarray(image), err_msg=name)
+    assert decoded("image", PICTURE)[1] is PICTURE
+    np.testing.assert_array_equal(decoded("image", given["turned"])[0], opaque[::-1, ::-1])
+    # Transparent pixels become white.
+    blended = np.asarray(decoded("image", given["transparent"])[0])
+    np.testing.assert_array_equal(blended[0, 0], [255, 255, 255])
+
+
+def _turned() -> Any:
+    """Return EXIF data that turns an image by 180 degrees."""
+    exif = PIL.Image.Exif()
+    exif[0x0112] = 3
+    return exif
+
+
+def test_damaged_and_huge_images_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    for damaged in (PICTURE[:40], PICTURE[:-30], images.PNG, images.JPEG + bytes(9)):
+        with pytest.raises(ConfigError, match=r"image 3: image cannot be decoded"):
+            decoded("image 3", damaged)
+    monkeypatch.setattr(images, "MAX_IMAGE_PIXELS", 23)
+    with pytest.raises(ConfigError, match=r"image 3: image must have at most 23 pixels, got 6 x 4"):
+        decoded("image 3", PICTURE)
+
+
+class Codec:
+    """Tokenizer that counts conversions of images. Each conversion waits for `may_end`."""
+
+    def __init__(self) -> None:
+        self.num_made = 0
+        self.began, self.may_end = threading.Event(), threading.Event()
+        self.may_end.set()
+
+    def encode(self, text: str, *, add_special_tokens: bool = False) -> tuple[int, ...]:
+        return tuple(text.encode()) + (0,) * add_special_tokens
+
+    def decode(self, ids: Sequence[int]) -> str:
+        return bytes(ids).decode()
+
+    def template_text(self, chat: TemplateInput, *, add_generation_prompt: bool) -> str:
+        return json.dumps([chat.messages, add_generation_prompt])
+
+    def with_images(self, text: str, images: Sequence[bytes]) -> ImagePrompt:
+        self.num_made += 1
+        self.began.set()
+        assert self.may_end.wait(30)
+        if images == (png(2, 9),):
+            raise ConfigError("refused")
+        ids = self.encode(text)
+        return ImagePrompt(ids + ids, ids, tuple(map(url, images)), {})
+
+
+def test_a_group_converts_its_images_once_in_all_threads() -> None:
+    codec = Codec()
+    prompts = TextPrompts(codec)
+    encoded = encode_prompt(about(PICTURE))
+    codec.may_end.clear()
+    with ThreadPoolExecutor(4) as threads:
+        asked = [threads.submit(prompts.prompt, bytes(bytearray(encoded))) for _ in range(4)]
+        assert codec.began.wait(30)
+        codec.may_end.set()
+        found = [each.result(30) for each in asked]
+    assert codec.num_made == 1
+    assert all(each is found[0] for each in found)
+    assert isinstance(found[0], ModelPrompt)
+    assert found[0].images is not None
+    assert found[0].images.urls == (url(PICTURE),)
+    # The template gets a place for the image, and not the image.
+    assert json.loads(prompts.decode(found[0].images.short_ids)) == [
+        [{"role": "user", "content": [{"type": "image"}]}],
+        True,
+    ]
+    # A refused prompt is converted again.
+    for number in (2, 3):
+        with pytest.raises(ConfigError, match="refused"):
+            prompts.prompt(encode_prompt(about(png(2, 9))))
+        assert codec.num_made == number
+
+
+def test_the_oldest_images_leave_a_full_cache(monkeypatch: pytest.MonkeyPatch) -> None:
+    codec = Codec()
+    prompts = TextPrompts(codec)
+    one, two = (encode_prompt(about(png(32, seed))) for seed in (1, 2))
+    size = len(one) + 8 * len(prompts.prompt(one).ids) + prompts.prompt(one).images.nbytes  # type: ignore[union-attr]
+    monkeypatch.setattr("windlass.rollout.text.MAX_CACHED_NBYTES", 2 * size - 1)
+    assert codec.num_made == 1
+    for encoded, number in ((two, 2), (two, 2), (one, 3), (one, 3), (two, 4)):
+        prompts.prompt(encoded)
+        assert codec.num_made == number
+
+
+def test_messages_with_images_are_no_token_ids() -> None:
+    with pytest.raises(ConfigError, match="messages must have no images, got 1: token ids alone"):
+        TextPrompts(Codec()).render(Chat(about(PICTURE)))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("transport", ["cma", "shm"])
+async def test_answers_that_share_their_tensors_reach_a_trainer(transport: str) -> None:
+    """Two answers to one prompt have the same elements in memory; a rank gets both in one write."""
+    data = np.arange(1 << 16, dtype=np.float32)
+    shared = {"pixel_values": SampleTensor.of(data, per_token=False)}
+    holder = TensorStore("w", "1", transport=transport)
+    created = closing(create_transport(parse_transport(transport)))
+    with holder, created as receiver, Arena(receiver, 2 * data.nbytes) as arena:
+        held = [held_of(await holder.hold(shared, 1024)) for _ in range(2)]
+        keys = tuple([each.key for (each,) in held])
+        to = destination_of(receiver, arena.region)
+        result = holder.write(WriteTensors(keys, (0, data.nbytes), to, 30.0))
+        assert result.error == ""
+        found = arena.bytes.view(np.float32)
+        np.testing.assert_array_equal(found, np.concatenate([data, data]))
+
+
+async def test_code_that_would_ignore_images_refuses_the_sample(tmp_path: Path) -> None:
+    features = SampleTensor.of(np.arange(6, dtype=np.float32).reshape(2, 3), per_token=False)
+    advantages = SampleTensor.of([0.5, 0.25])
+    sample = TrainingSample(
+        prompt_ids=(1, 7, 7),
+        output_ids=(2, 3),
+        logprobs=(-1.0, -2.0),
+        versions=(4, 4),
+        reward=1.0,
+        group_id=9,
+        engine="e",
+        tensors={"images.pixel_values": features, "advantages": advantages},
+    )
+    assert sample.image_tensors == {"pixel_values": features}
+    says = r"sample of group 9 must have no images, got \['pixel_values'\]: only a trainer of your"
+    with pytest.raises(ConfigError, match=says):
+        pack([sample], max_tokens=64)
+    with pytest.raises(ConfigError, match=says):
+        token_batch([sample], torch.device("cpu"))
+    # A record of an audit has no elements of tensors.
+    path = tmp_path / "audit"
+    AuditRecord(path, SamplingParams(max_new_tokens=2)).add(4, 4, [sample], {})
+    (recorded,) = read_audit(path, 4).samples
+    assert recorded.tensors["images.pixel_values"].nbytes == 0
+    async with aiohttp.ClientSession() as http:
+        with pytest.raises(ConfigError, match=says):
+            await replay(http, "http://unused", recorded, SamplingParams(max_new_tokens=2))
+    no_images = msgspec.structs.replace(sample, tensors={"advantages": advantages})
+    assert no_images.image_tensors == {}
+    assert token_batch([no_images], torch.device("cpu")).input_ids.tolist() == [[1, 7, 7, 2]]
