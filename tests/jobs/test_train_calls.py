@@ -6,10 +6,12 @@ import asyncio
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
+from pathlib import Path
 from typing import final
 
 import aiohttp
 import msgspec
+import numpy as np
 import pytest
 from idle_scheduler import IdleScheduler
 
@@ -19,6 +21,8 @@ from windlass.jobs.train_worker import (
     CONTROLLER_FRAMES,
     Done,
     Joined,
+    Load,
+    Save,
     Setup,
     TakeTensors,
     TrainCommand,
@@ -347,6 +351,30 @@ async def test_a_step_gets_its_own_tensors_while_others_are_fetched() -> None:
             await rank
     finally:
         batches.close()
+
+
+async def test_steps_of_numpy_and_paths_reach_the_ranks_as_plain_values() -> None:
+    """Regression: a step of `numpy.arange` and a `Path` raised a TypeError of msgpack, without the argument's name."""
+    scheduler, got = IdleScheduler(), list[object]()
+
+    async def note(command: TrainCommand) -> None:
+        if isinstance(command, TrainStep):
+            got.append(command.step)
+        elif isinstance(command, Save | Load):
+            got.append(command.path)
+
+    async with mounted(scheduler) as (trainers, url):
+        rank = asyncio.create_task(answer_everything(url, scheduler, before_answer=note))
+        await trainers.start(url, deadline_s=20)
+        (step,) = np.array([3])
+        await trainers.train_step(step, [group(0)], deadline_s=20)
+        await trainers.save(Path("some", "folder"), deadline_s=20)
+        await trainers.load(Path("some", "folder"), deadline_s=20)
+        assert got == [3, "some/folder", "some/folder"]
+        with pytest.raises(ConfigError, match=r"train_step: step must be integers, got \(0\.5,\)"):
+            await trainers.train_step(0.5, [group(0)], deadline_s=20)  # type: ignore[arg-type]  # wrong on purpose
+        await trainers.close(grace_s=1)
+        await rank
 
 
 async def test_close_does_not_wait_for_the_deadline_of_a_call() -> None:

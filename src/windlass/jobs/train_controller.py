@@ -8,6 +8,7 @@ import logging
 import re
 import secrets
 from collections.abc import Callable, Coroutine, Mapping, Sequence
+from pathlib import Path
 from typing import Any, TypeVar, final
 
 import msgspec
@@ -51,6 +52,7 @@ from windlass.net.server import ControlServer
 from windlass.rollout.batches import BatchQueue, check_groups
 from windlass.rollout.fetch import held_in
 from windlass.rollout.messages import TrainingSample
+from windlass.rollout.values import plain_integers
 from windlass.sampling import SamplingParams
 from windlass.wording import counted
 
@@ -333,10 +335,11 @@ class TrainController:
             deadline_s: seconds for the step. The ranks have the same time again to fetch large tensors before the step.
 
         Raises:
-            ConfigError: a value of a group is not a `TrainingSample`.
+            ConfigError: `step` is not an integer, or a value of a group is not a `TrainingSample`.
             TrainerError: a rank died, did not answer within `deadline_s`, or raised; or tensors are lost. If tensors are
                 lost, no rank has trained, and the next call may train on other groups.
         """
+        (step,) = plain_integers("train_step: step", (step,))
         whole = check_groups("train_step", groups)
         return await self._in_turn(lambda: self._train(step, whole, deadline_s))
 
@@ -369,10 +372,11 @@ class TrainController:
             Keys of tensors that are lost, see `HeldTensor`; empty if all ranks have all tensors.
 
         Raises:
-            ConfigError: a value of a group is not a `TrainingSample`.
+            ConfigError: `step` is not an integer, or a value of a group is not a `TrainingSample`.
             TrainerError: a rank died, did not answer within `deadline_s`, or raised, for example because it has no
                 transport in common with a holder.
         """
+        (step,) = plain_integers("take_tensors: step", (step,))
         whole = check_groups("take_tensors", groups)
         return await self._in_turn(lambda: self._take(step, whole, deadline_s))
 
@@ -406,7 +410,7 @@ class TrainController:
         because before this call engines serve no version of this job.
 
         Raises:
-            ConfigError: this object has no coordinator.
+            ConfigError: this object has no coordinator, or `version` is not an integer.
             TrainerError: this version was not published, or a rank died, did not answer within `deadline_s`, or raised.
                 If ranks send from replicas, also: the previous version was not published.
         """
@@ -415,6 +419,7 @@ class TrainController:
                 "TrainController: publish needs a coordinator, but this object was created without one"
             )
         coordinator = self._coordinator
+        (version,) = plain_integers("publish: version", (version,))
         await self._in_turn(lambda: self._publish(coordinator, version, deadline_s))
 
     async def _publish(self, coordinator: Coordinator, version: int, deadline_s: float) -> None:
@@ -469,21 +474,23 @@ class TrainController:
         said = f"the update is in phase {driver.machine.phase}" if driver else "no round runs"
         return f"{said}; not connected: {', '.join(away)}" if away else said
 
-    async def save(self, path: str, *, deadline_s: float) -> None:
+    async def save(self, path: str | Path, *, deadline_s: float) -> None:
         """Let all ranks write a checkpoint into the folder `path`, with `TrainEngine.save`.
 
         Raises:
             TrainerError: see `train_step`.
         """
-        await self._in_turn(lambda: self._collective([Save(path)] * len(self._ranks), deadline_s))
+        saves = [Save(str(path))] * len(self._ranks)
+        await self._in_turn(lambda: self._collective(saves, deadline_s))
 
-    async def load(self, path: str, *, deadline_s: float) -> None:
+    async def load(self, path: str | Path, *, deadline_s: float) -> None:
         """Let all ranks load the checkpoint that `save` wrote into the folder `path`.
 
         Raises:
             TrainerError: see `train_step`.
         """
-        await self._in_turn(lambda: self._collective([Load(path)] * len(self._ranks), deadline_s))
+        loads = [Load(str(path))] * len(self._ranks)
+        await self._in_turn(lambda: self._collective(loads, deadline_s))
 
     async def call(
         self, operation: str, argument: object = None, *, deadline_s: float
