@@ -551,10 +551,14 @@ IMAGES = ImagePrompt((1, 7, 7, 7, 2, 7, 7), (1, 7, 2, 7), URLS, {})
 
 async def test_every_request_of_an_aborted_answer_has_the_images() -> None:
     whole = [*IMAGES.ids]
-    engine = Answering(([4, 5], "abort"), ([8], "stop"), prompts=[whole, [*whole, 4, 5]])
+    # An engine may abort a request before it has made the prompt.
+    engine = Answering(
+        *(([], "abort"), ([4, 5], "abort"), ([8], "stop")),
+        prompts=[None, whole, [*whole, 4, 5]],
+    )
     assert await engine.answer(SamplingParams(max_new_tokens=9), IMAGES) == (4, 5, 8)
-    first, second = engine.asked
-    assert (first["input_ids"], second["input_ids"]) == ([1, 7, 2, 7], [1, 7, 2, 7, 4, 5])
+    asked = [each["input_ids"] for each in engine.asked]
+    assert asked == [[1, 7, 2, 7], [1, 7, 2, 7], [1, 7, 2, 7, 4, 5]]
     for asked in engine.asked:
         assert asked["image_data"] == [*URLS]
         assert asked["return_prompt_token_ids"] is True

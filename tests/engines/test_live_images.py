@@ -173,12 +173,16 @@ async def updated(server: Server, model: Any) -> AsyncIterator[Any]:
             yield trainer
 
 
-def num_generated(server: Server) -> float:
-    """Return the number of tokens that the server has generated, from its metrics."""
+def metric(server: Server, name: str) -> float:
+    """Return a counter of the server, summed over its labels."""
     with urllib.request.urlopen(f"{server.url}/metrics", timeout=60) as answer:
         lines = answer.read().decode().splitlines()
-    found = [line.split()[1] for line in lines if line.startswith("vllm:generation_tokens_total")]
+    found = [line.split()[1] for line in lines if line.startswith(f"vllm:{name}")]
     return sum(map(float, found))
+
+
+def num_generated(server: Server) -> float:
+    return metric(server, "generation_tokens_total")
 
 
 async def test_answers_about_images_are_those_of_vllm_and_of_transformers(
@@ -207,6 +211,31 @@ async def test_answers_about_images_are_those_of_vllm_and_of_transformers(
     with pytest.raises(AssertionError):
         check(model, msgspec.structs.replace(one, tensors=other.tensors))
     assert wide.logprobs[0] != pytest.approx(small.logprobs[0], abs=10 * ATOL)
+
+
+async def test_the_prefix_cache_keeps_prompts_with_equal_ids_and_other_images_apart(
+    vllm: tuple[Server, Any], rig: Rig, compared: Callable[[str, int], None]
+) -> None:
+    server, model = vllm
+    await rig.start(server)
+    # The cache has blocks of 128 tokens.
+    text = " ".join(["What is in image 7 ?"] * 60)
+    one, other = about(SMALL, text=text), about(OTHER, text=text)
+    async with updated(server, model):
+        found = []
+        for prompt in (one, other, one, other):
+            before = await asyncio.to_thread(metric, server, "prefix_cache_hits_total")
+            ((sample,),) = await rig.samples(prompt)
+            after = await asyncio.to_thread(metric, server, "prefix_cache_hits_total")
+            found.append((sample, after - before))
+    (first, _), (second, num_hits), *again = found
+    assert len(first.prompt_ids) > 2 * 128
+    assert first.prompt_ids == second.prompt_ids
+    assert num_hits == 0
+    assert all(hits >= 128 for _, hits in again)
+    assert first.logprobs[0] != pytest.approx(second.logprobs[0], abs=10 * ATOL)
+    for sample, _ in found:
+        compared("logprobs of cached prompts with transformers'", check(model, sample))
 
 
 async def test_an_answer_that_an_update_aborts_continues_with_the_same_images(

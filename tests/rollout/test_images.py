@@ -74,6 +74,11 @@ def test_each_form_of_an_image_becomes_its_encoded_bytes() -> None:
     # A worker gets the same chat, and a checkpoint of a job keeps it.
     chat = Chat(linked(url(PICTURE)))  # type: ignore[arg-type]
     assert decode_tasks(encode_tasks([Task(prompt=chat)])[0]) == [Task(prompt=chat)]
+    tasks = [Task(prompt=about(image)) for image in (opened, np.asarray(opened))]
+    for task in decode_tasks(encode_tasks(tasks)[0]):
+        np.testing.assert_array_equal(pixels(Chat(task.prompt).images[0]), pixels(PICTURE))  # type: ignore[arg-type]
+    _, (error,) = encode_tasks([Task(prompt=about(3))])
+    assert "task: prompt[0]: content[0]: image must be bytes" in str(error)
     assert chat.messages[0]["content"] == [
         {"type": "text", "text": "a"},
         {"type": "image", "image": PICTURE},
@@ -102,6 +107,7 @@ def test_each_form_of_an_image_becomes_its_encoded_bytes() -> None:
             [{"role": "user", "content": [{"type": "image", "image": PICTURE}] * (MAX_IMAGES + 1)}],
             r"messages must have at most 64 images, got 65",
         ),
+        ([{"role": "user", "content": [{"type": []}]}], r"got a part of type \[\]"),
         (
             [{"role": "user", "content": [{"type": "video", "video": PICTURE}]}],
             r"content must be parts with text or images, got a part of type 'video'; audio and video",

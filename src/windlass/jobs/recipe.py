@@ -32,7 +32,7 @@ from windlass.rollout.handles import Rollout, RolloutGroup
 from windlass.rollout.messages import TrainingSample
 from windlass.rollout.reward_process import import_function
 from windlass.rollout.rewards import ProcessRewards
-from windlass.rollout.text import Chat, Message
+from windlass.rollout.text import Chat, Message, with_plain_images
 from windlass.rollout.values import encode_plain, encode_value
 from windlass.rollout.workflows import Workflow
 
@@ -488,6 +488,8 @@ def encode_tasks(tasks: Iterable[Task]) -> tuple[bytes, list[ConfigError]]:
         # msgspec encodes them as maps, as in messages to workers.
         fields = [getattr(task, field.name) for field in dataclasses.fields(Task)]
         try:
+            # The last field is the prompt.
+            fields[-1] = with_plain_images("task: prompt", task.prompt)
             encoded.append(msgspec.Raw(encode_plain("task", fields)))
         except ConfigError as error:
             errors.append(error)

@@ -235,7 +235,8 @@ class AttemptProgress:
                 text = body[:200].decode(errors="replace").replace("\n", " ")
                 raise self._refused(response.status, text)
         answer = msgspec.json.decode(body, type=GenerateAnswer)
-        self._check_prompt(answer.prompt_token_ids)
+        if answer.output_ids:
+            self._check_prompt(answer.prompt_token_ids)
         self._see(answer)
         return answer
 
@@ -256,7 +257,8 @@ class AttemptProgress:
                 raise self._refused(code if isinstance(code, int) else 500, event.error.message)
             if reason is not None and (reason.status_code or 0) >= 400:
                 raise self._refused(reason.status_code or 0, reason.message)
-            self._check_prompt(prompt_ids)
+            if event.output_ids:
+                self._check_prompt(prompt_ids)
             # Some engines repeat the tokens of earlier events in each event. Skip these tokens.
             known = len(ids) if meta.completion_tokens <= len(event.output_ids) else 0
             new = msgspec.structs.replace(

@@ -60,7 +60,7 @@ class ImagePrompt:
 
 def is_image(part: object) -> bool:
     """Return whether a part of a message's content is an image, in OpenAI's or transformers' form."""
-    return isinstance(part, Mapping) and part.get("type") in {"image", "image_url"}
+    return isinstance(part, Mapping) and part.get("type") in ("image", "image_url")
 
 
 def with_encoded_images(where: str, message: object) -> object:

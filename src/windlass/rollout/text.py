@@ -137,6 +137,17 @@ def _check_message(where: str, message: Message) -> None:
             )
 
 
+def with_plain_images(what: str, prompt: str | Sequence[Message] | Chat) -> object:
+    """Return a prompt with msgpack-plain images: images of Pillow and NumPy in messages become bytes, as in a `Chat`.
+
+    Raises:
+        ConfigError: an image is invalid; the message begins with `what`.
+    """
+    if isinstance(prompt, str | Chat):
+        return prompt
+    return [with_encoded_images(f"{what}[{number}]", each) for number, each in enumerate(prompt)]
+
+
 Prompt: TypeAlias = Sequence[int] | str | Sequence[Message] | Chat
 """A prompt: token ids, a text, messages, or a `Chat`."""
 
