@@ -23,7 +23,7 @@ from hypothesis.stateful import (
 
 from windlass.control.binding import Binding
 from windlass.control.engine_state import EngineState, EngineStatus
-from windlass.control.fleet import Agent, Fleet, Group, signature_of
+from windlass.control.fleet import Agent, Fleet, Group, HalfPublished, signature_of
 from windlass.control.report import RoundOutcome, UpdateReport
 from windlass.control.round_state import EngineOutcome
 from windlass.control.rounds import Finish
@@ -74,6 +74,7 @@ def end_round(
     outcomes: dict[str, EngineOutcome],
     *,
     mixed: Collection[str] = (),
+    applied: Collection[str] = (),
     binding: Binding | None = None,
 ) -> None:
     """Record a round of engines as `RoundRunner.finish` does."""
@@ -92,6 +93,7 @@ def end_round(
         report=report,
         engines=outcomes,
         mixed=frozenset(mixed),
+        applied=frozenset(applied),
         unsettled={},
         silent=frozenset(),
         carried={},
@@ -342,3 +344,28 @@ def test_check_of_fleets_finds_a_broken_fleet(bug: Bug) -> None:
     few = settings(TestFleets.settings, phases=[Phase.generate], derandomize=True, database=None)
     with bug.planted(), pytest.raises(AssertionError):
         run_state_machine_as_test(Fleets, settings=few)
+
+
+@pytest.mark.parametrize(
+    ("incarnation", "applied", "is_half"),
+    [("first", 5, True), ("first", -1, False), ("second", 5, False), ("second", -1, False)],
+)
+def test_only_processes_of_the_round_count_as_half_published(
+    incarnation: str, applied: int, is_half: bool
+) -> None:
+    fleet = Fleet(lineage=RUN)
+    agents = [join(fleet, "a", rank) for rank in range(NUM_RANKS)]
+    binding = bind(fleet, ["a"])
+    fleet.remove(agents[1])
+    left = {"a": EngineOutcome.MIXED}
+    end_round(fleet, 5, left, mixed=["a"], applied=["a"], binding=binding)
+    assert not fleet.half_published()
+    back = msgspec.structs.replace(
+        agents[1].hello, incarnation=incarnation, applied=applied, mixed_weights=True
+    )
+    fleet.admit(back)
+    expected = {"a": HalfPublished(5, ("a/0", "a/1"))} if is_half else {}
+    assert fleet.half_published() == expected
+    # A later round that fails in WRITE may leave bytes of another version.
+    end_round(fleet, 6, left, mixed=["a"])
+    assert not fleet.half_published()

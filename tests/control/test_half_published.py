@@ -1,16 +1,25 @@
-"""A controller is killed between the commands to the ranks of one engine to serve a version, with real processes."""
+"""Only some ranks of an engine get the command to serve a version: the controller is killed, or a rank is cut off.
+
+The ranks and the controllers are real processes.
+"""
 
 from __future__ import annotations
 
 import asyncio
 from pathlib import Path
+from typing import Any
 
 import pytest
+from cut_ranks import cut_off
 from dying_controller import ControllerSettings, run_controller
 from kept_port import free_port
 from weight_fleet import TOKEN, Fleet, Rank
 
+import windlass
 from windlass.config import ControlConfig, PhaseDeadlines, UpdateMode
+from windlass.control.messages import Pause, Publish
+from windlass.control.session import AgentSession
+from windlass.net.messages import Envelope
 
 DEADLINES = PhaseDeadlines(connect_s=20, write_s=6, fleet_s=30)
 
@@ -53,3 +62,63 @@ async def test_restarted_controller_completes_a_half_published_version(
             if process is not None:
                 process.close()
         fleet.close()
+
+
+@pytest.mark.parametrize("mode", list(UpdateMode))
+@pytest.mark.parametrize("answered", [False, True])
+@pytest.mark.parametrize("rank", [0, 1])
+async def test_engine_is_completed_after_a_rank_is_cut_off_in_publish(
+    mode: UpdateMode, rank: int, answered: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = ControlConfig(mode=mode, deadlines=DEADLINES)
+    async with windlass.Controller(token=TOKEN, config=config) as controller:
+        fleet = Fleet(controller.url, 1)
+        try:
+            fleet.add_engine("engine", 3)
+            fleet.add_trainers()
+            await fleet.ready()
+            assert (await fleet.publish(1))[:2] == ("published", [])
+            with monkeypatch.context() as patch:
+                cut_off(patch, f"engine/{rank}", at=Publish, answered=answered)
+                assert (await fleet.publish(5)).outcome == "RoundAborted"
+                await controller.wait_for_version(5, engines=["engine"], deadline_s=20)
+            assert await fleet.held("engine") == [(5, "5", False)] * 3
+            assert not controller.coordinator.fleet.published_by
+            assert (await fleet.publish(6))[:2] == ("published", [])
+            assert await fleet.held("engine") == [(6, "6", False)] * 3
+        finally:
+            fleet.close()
+
+
+async def test_engine_is_completed_before_the_next_version_pauses_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A rank with a blocked main loop would otherwise keep the next pause from reaching the other ranks."""
+    told: list[str] = []
+    send = AgentSession.send
+
+    async def record(session: AgentSession, frame: Any, **deadline: float) -> None:
+        if isinstance(frame, Envelope) and isinstance(frame.command, Publish | Pause):
+            told.append(f"{session.peer} {type(frame.command).__name__} {frame.epoch}")
+        await send(session, frame, **deadline)
+
+    async with windlass.Controller(
+        token=TOKEN, config=ControlConfig(deadlines=DEADLINES)
+    ) as controller:
+        fleet = Fleet(controller.url, 1)
+        try:
+            fleet.add_engine("engine", 3)
+            fleet.add_trainers()
+            await fleet.ready()
+            assert (await fleet.publish(1))[:2] == ("published", [])
+            with monkeypatch.context() as patch:
+                cut_off(patch, "engine/1", at=Publish, answered=False)
+                assert (await fleet.publish(5)).outcome == "RoundAborted"
+            monkeypatch.setattr(AgentSession, "send", record)
+            assert (await fleet.publish(6))[:2] == ("published", [])
+            kinds = [line.split()[:2] for line in told]
+            completed = kinds[: kinds.index(["engine/0", "Pause"])]
+            assert completed == [[f"engine/{i}", "Publish"] for i in (1, 2, 0)]
+            assert await fleet.held("engine") == [(6, "6", False)] * 3
+        finally:
+            fleet.close()

@@ -94,8 +94,8 @@ BUGS = (
     Bug(
         "an engine with mixed weights is routed",
         Fleet,
-        "note_round",
-        "group.version, now = -1, EngineStatus.MIXED_WEIGHTS",
+        "_note_outcome",
+        "engine.version, now = -1, EngineStatus.MIXED_WEIGHTS",
         "now = EngineStatus.MIXED_WEIGHTS",
         6,
     ),
@@ -150,8 +150,8 @@ BUGS = (
     Bug(
         "mixed engines are forgotten at the end of a round",
         Fleet,
-        "note_round",
-        "elif is_mixed:",
+        "_note_outcome",
+        "elif name in finish.mixed:",
         "elif False:",
         6,
     ),

@@ -298,6 +298,7 @@ class Coordinator:
             WindlassError: too few engines are connected, or the fleet cannot be bound.
         """
         binding = await self.connector.until_enough()
+        await self.catch_ups.complete_half_published()
         if self.fleet.must_catch_up(binding):
             await self.catch_ups.bring_up()
             binding = await self.connector.until_enough()

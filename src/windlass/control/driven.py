@@ -107,6 +107,7 @@ async def begin(
     rounds, began_s, in_write = coordinator.rounds, time.monotonic(), asyncio.Event()
     await rounds.lock.acquire()
     try:
+        await coordinator.catch_ups.complete_half_published()
         left_s = pause_s - (time.monotonic() - began_s)
         spec, binding = _spec(coordinator, delivery, left_s, session_s)
         driver = rounds.start(spec, binding, in_write)

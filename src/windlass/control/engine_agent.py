@@ -198,8 +198,8 @@ class EngineAgent:
         self._round_id = RoundId(0, 0)
         # Version that `Apply` has made live in this rank, and that the rank has not been told to serve; -1 for none.
         self._applied = -1
-        # Round of the newest `Pause`.
-        self._paused_in = RoundId(0, 0)
+        # Rounds of the newest `Pause` and of the newest `Publish`.
+        self._paused_in = self._published_in = RoundId(0, 0)
         self._not_resumed = ""
 
     @property
@@ -450,17 +450,23 @@ class EngineAgent:
     def _publish(self, version: int, lineage: str, deadline_s: float) -> None:
         """Record that all weights of this rank are of `version`. Then set the version of the engine, and resume it.
 
+        If the rank serves this version already, only resume the engine.
+
         Raises:
-            RoundAborted: the round of this command has not paused the rank, and the rank has not applied `version` before.
+            RoundAborted: the round of this command has not paused the rank, and the rank neither serves `version` nor has
+                applied it before.
         """
-        if self._round_id != self._paused_in and self.applied != version:
+        serves = (self.served_version, self.lineage) == (version, lineage)
+        if self._round_id == self._paused_in or self.applied == version:
+            self.unwritten, self._applied = self._unwritten_next, -1
+            self.lineage = lineage
+            self.served_version, self._is_stamped = version, False
+            self._mixed_weights = self._open_to_writes = False
+        elif not serves or self.mixed_weights:
             raise RoundAborted(
                 f"version must be {self.applied}, which this rank has applied, got {version}"
             )
-        self.unwritten, self._applied = self._unwritten_next, -1
-        self.lineage = lineage
-        self.served_version, self._is_stamped = version, False
-        self._mixed_weights = self._open_to_writes = False
+        self._published_in = self._round_id
         self._end_round(deadline_s)
 
     def _fence(self) -> None:
@@ -479,7 +485,8 @@ class EngineAgent:
         Late bytes may still arrive, so the next binding first waits for them (`_fence`).
         """
         self._may_be_written = True
-        self._mixed_weights |= mixed_weights
+        # If this rank serves the version of the round already, only other ranks of the engine may lack the version.
+        self._mixed_weights |= mixed_weights and self._round_id != self._published_in
         self._open_to_writes = False
         self._end_round(deadline_s)
 

@@ -39,6 +39,13 @@ KEPT_JOBS = 1024
 """Number of newest replaced trainer jobs that the fleet remembers. It refuses their ranks."""
 
 
+class HalfPublished(NamedTuple):
+    """Version that all ranks of an engine have, and the ranks that may not serve it yet, in rank order."""
+
+    version: int
+    workers: tuple[str, ...]
+
+
 class EngineInfo(NamedTuple):
     """A routable engine: its name, its HTTP address, and the version that it serves."""
 
@@ -60,7 +67,8 @@ class Agent:
         num_late: number of bind commands that the rank answered too late since a round last published in its engine.
         unwritten: names of the tensors of an engine rank that no update has written, see `Hello.unwritten`; None if the
             rank has had no version.
-        applied: see `Hello.applied`; -1 again once a round of this controller has begun in the engine.
+        applied: see `Hello.applied`; a round of this controller in the engine replaces this value. It becomes the version if
+            the engine left the round in PUBLISH, and -1 otherwise.
     """
 
     hello: Hello
@@ -109,6 +117,9 @@ class Group:
         lineage: lineage of the run that `version` belongs to.
         status: state of the engine; only `move` changes it.
         reason: cause of the state; empty if no fault is known.
+        applied: version of this run that the processes in `applied_by` have, if the last round left the engine out in
+            PUBLISH; else -1.
+        applied_by: processes of the engine in that round.
         catch_up: text that says why the engine did not get the published version from another engine: none can send it, or
             the last copy (catch-up) failed. Empty once the engine has published a version.
         old_tensors: text about tensors with values of an earlier version, which no trainer sends; empty for none. Only a
@@ -123,6 +134,8 @@ class Group:
     lineage: str = ""
     status: EngineStatus = EngineStatus.GONE
     reason: str = ""
+    applied: int = -1
+    applied_by: frozenset[Identity] = frozenset()
     catch_up: str = ""
     old_tensors: str = ""
 
@@ -217,7 +230,7 @@ class Fleet:
 
     Attributes:
         published: the published version; -1 for none. `publish` changes it.
-        published_by: trainer processes that published this version.
+        published_by: trainer processes that published this version; empty if this controller does not know them.
         published_from: manifests of these processes; empty if this controller does not know them.
         lineage: lineage of the run that the published version belongs to. Engines with a version of another lineage
             count as engines without a version.
@@ -251,10 +264,10 @@ class Fleet:
         """Record the published version (-1 for none) and its lineage, and update the states of all engines.
 
         The lineage is the random identity of the controller's run that the version belongs to; see `Welcome`. If the
-        version or the lineage has changed, clear `published_from`.
+        version or the lineage has changed, clear `published_by` and `published_from`.
         """
         if (version, lineage) != (self.published, self.lineage):
-            self.published_from = ()
+            self.published_by, self.published_from = frozenset(), ()
         self.published, self.lineage = version, lineage
         for engine in self.engines():
             self._update_state(engine)
@@ -572,46 +585,53 @@ class Fleet:
         behind = engines.keys() - current.keys()
         return {name: lacked for name in behind if (lacked := binding.stays[name] & written)}
 
-    def half_published(self) -> dict[str, tuple[str, ...]]:
-        """Return the engines in which only some ranks got the command to serve the published version.
+    def half_published(self) -> dict[str, HalfPublished]:
+        """Return the engines in which only some ranks got the command to serve a version.
 
-        The connection to an earlier controller was lost between these commands. All ranks have the version: each rank
-        either serves it or has applied it. So no bytes need to be sent again.
-
-        Returns:
-            Engine -> its ranks that have applied the version and do not serve it.
+        The connection to an earlier controller, or to a rank, was lost between these commands. All ranks have the version:
+        each rank either serves it or has applied it. So no bytes need to be sent again. If this controller did not run the
+        round, it knows this only for the published version, and only if at least one rank serves it.
         """
         found = {}
         for engine in self.writable_engines():
-            if engine.status is not EngineStatus.MIXED_WEIGHTS or self.published < 0:
+            if engine.status is not EngineStatus.MIXED_WEIGHTS:
                 continue
-            applied = {
-                a.hello.worker for a in engine.agents.values() if a.applied == self.published
-            }
-            served = {h.worker for h in engine.hellos if self._serves_published(h)}
-            if applied and served and applied | served == set(engine.workers):
-                found[engine.name] = tuple(sorted(applied))
+            is_known = engine.applied >= 0 and engine.identities == engine.applied_by
+            version = engine.applied if is_known else self.published
+            applied = {a.hello.worker for a in engine.agents.values() if a.applied == version >= 0}
+            served = {h.worker for h in engine.hellos if self._serves_version(h, version)}
+            is_known |= bool(served)
+            if applied and is_known and applied | served == set(engine.workers):
+                workers = tuple(worker for worker in engine.workers if worker in applied)
+                found[engine.name] = HalfPublished(version, workers)
         return found
 
-    def _serves_published(self, hello: Hello) -> bool:
-        """Return whether a rank served the published version when it connected."""
-        serves = (hello.served_version, hello.lineage) == (self.published, self.lineage)
+    def _serves_version(self, hello: Hello, version: int) -> bool:
+        """Return whether a rank served this version of this run when it connected."""
+        serves = (hello.served_version, hello.lineage) == (version, self.lineage)
         return serves and not hello.mixed_weights
 
     def _forget_applied(self, engines: Iterable[str]) -> None:
-        """Reset `Agent.applied` of the ranks of these engines to -1.
+        """Reset `Group.applied` of these engines, and `Agent.applied` of their ranks, to -1.
 
-        The value that a rank reported when it connected is no longer current.
+        The values from an earlier round, or from the time when a rank connected, are no longer current.
         """
         for name in engines:
             group = self._groups.get(name)
-            for agent in group.agents.values() if group is not None else ():
-                agent.applied = -1
+            if group is not None:
+                group.applied, group.applied_by = -1, frozenset()
+                for agent in group.agents.values():
+                    agent.applied = -1
 
-    def note_all_published(self, engine: Group) -> None:
-        """Record that all ranks of an engine serve the published version now; see `half_published`."""
-        engine.version, engine.lineage = self.published, self.lineage
+    def note_all_serve(self, engine: Group, version: int) -> None:
+        """Record that all ranks of an engine serve a version of this run now; see `half_published`.
+
+        If the version is newer than the published version, it is published now.
+        """
+        engine.version, engine.lineage = version, self.lineage
         self._forget_applied([engine.name])
+        if version > self.published:
+            self.publish(version, self.lineage)
         engine.move(*self._next_state(engine, EngineStatus.WAITING, ""))
 
     def group_of(self, name: str) -> Group | None:
@@ -892,20 +912,9 @@ class Fleet:
             # A rank of an engine with mixed weights may be disconnected now and come back, while the others stay paused.
             if group.identities != bound and not is_mixed:
                 continue
-            now, reason = group.status, finish.report.left_out.get(name, "")
-            if outcome is EngineOutcome.PUBLISHED:
-                group.version, group.lineage = finish.report.version, lineage
-                now, group.catch_up = EngineStatus.WAITING, ""
-                for agent in group.agents.values():
-                    agent.num_late = 0
-                    kept = binding.stays.get(name, frozenset())
-                    known = agent.unwritten
-                    agent.unwritten = kept if known is None else known & kept
-            elif is_mixed:
-                group.version, now = -1, EngineStatus.MIXED_WEIGHTS
-            elif now is not EngineStatus.MIXED_WEIGHTS:
-                now = EngineStatus.LEFT_OUT
-            group.move(*self._next_state(group, now, reason))
+            if name in finish.applied and lineage == self.lineage:
+                group.applied, group.applied_by = finish.report.version, bound
+            self._note_outcome(group, finish, binding.stays.get(name, frozenset()), lineage)
         incarnations = dict(binding.signature)
         for source, engines in finish.unsettled.items():
             reached = binding.identities_of(
@@ -916,6 +925,35 @@ class Fleet:
             if reply.worker in finish.unsettled:
                 identity = (reply.worker, incarnations[reply.worker])
                 self.settle(identity, round_id, reply.seq, reply.result)
+
+    def _note_outcome(
+        self, engine: Group, finish: Finish, kept: frozenset[str], lineage: str
+    ) -> None:
+        """Store the outcome of a round for one engine whose processes took part in the round; see `note_round`.
+
+        Args:
+            engine: the engine.
+            finish: outcome of the round.
+            kept: tensors of the engine that the round did not write.
+            lineage: lineage of the run that the version of the round belongs to.
+        """
+        name, agents = engine.name, engine.agents.values()
+        now, reason = engine.status, finish.report.left_out.get(name, "")
+        is_published = finish.engines[name] is EngineOutcome.PUBLISHED
+        if is_published:
+            engine.version, engine.lineage = finish.report.version, lineage
+            now, engine.catch_up = EngineStatus.WAITING, ""
+            for agent in agents:
+                agent.num_late = 0
+        elif name in finish.mixed:
+            engine.version, now = -1, EngineStatus.MIXED_WEIGHTS
+        elif now is not EngineStatus.MIXED_WEIGHTS:
+            now = EngineStatus.LEFT_OUT
+        if is_published or name in finish.applied:
+            for agent in agents:
+                agent.applied = engine.applied
+                agent.unwritten = kept if agent.unwritten is None else agent.unwritten & kept
+        engine.move(*self._next_state(engine, now, reason))
 
 
 def signature_of(groups: Iterable[Group]) -> frozenset[Identity]:

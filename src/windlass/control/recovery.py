@@ -30,7 +30,7 @@ from windlass.control.connector import Connector
 from windlass.control.delivery import reply_budget_s
 from windlass.control.engine_channel import WELCOME_SEQ
 from windlass.control.engine_state import EngineStatus
-from windlass.control.fleet import PROBE_SEQ, Agent, Group
+from windlass.control.fleet import PROBE_SEQ, Agent, Group, HalfPublished
 from windlass.control.journal import JournalKind
 from windlass.control.members import Members
 from windlass.control.messages import SLEEPS, Abort, Done, Publish, Result
@@ -173,40 +173,56 @@ class CatchUps:
     async def bring_up(self) -> None:
         """Bring up every writable engine that does not serve the published version, one at a time.
 
-        First complete the engines in which only some ranks got the command to serve it (`Fleet.half_published`). If no
-        engine serves the version then, let the trainers send it again, unless they may have changed their weights
-        (`trainers_stand_still` is False). The caller must hold the lock of the rounds.
+        First call `complete_half_published`. If no engine serves the version then, let the trainers send it again, unless
+        they may have changed their weights (`trainers_stand_still` is False). The caller must hold the lock of the rounds.
         """
-        for name, workers in self._fleet.half_published().items():
-            await self._complete_publish(name, workers)
+        await self.complete_half_published()
         if not any(map(self._fleet.serves, self._fleet.engines())):
             await self._bring_up_from_trainers()
         for engine in self._fleet.writable_engines():
             await self._bring_up(engine)
 
-    async def _complete_publish(self, name: str, workers: Sequence[str]) -> None:
-        """Tell the remaining ranks of an engine to serve the published version; see `Fleet.half_published`.
+    async def complete_half_published(self) -> None:
+        """Complete the engines in which only some ranks got the command to serve a version; see `Fleet.half_published`.
 
-        If a rank does not do so, the engine keeps its state, and the next round writes all its weights.
+        The main loops of some ranks of such an engine are blocked, and the next pause would wait for the other ranks in
+        vain. The caller must hold the lock of the rounds.
         """
-        fleet, deadline_s = self._fleet, self._config.deadlines.publish_s
+        for name, half in self._fleet.half_published().items():
+            await self._complete_publish(name, half)
+
+    async def _complete_publish(self, name: str, half: HalfPublished) -> None:
+        """Tell the ranks of an engine to serve the version that all of them have.
+
+        The first rank gets the command last: it reports to the engine's server, which then accepts requests. If a rank does
+        not serve the version, the engine keeps its state, and the next round writes all its weights.
+        """
+        fleet, version = self._fleet, half.version
         engine = fleet.group_of(name)
         if engine is None:
             return
-        before = engine.identities
-        command = Publish(fleet.published, reply_budget_s(deadline_s), fleet.lineage)
+        # The ranks resume in two steps, within one deadline.
+        step_s = self._config.deadlines.publish_s / 2
+        before, first = engine.identities, engine.workers[:1]
+        command = Publish(version, reply_budget_s(step_s), fleet.lineage)
         caller = RankCaller(self._members.sessions, self._run.new_epoch())
-        answers = await caller.call(dict.fromkeys(workers, command), deadline_s)
-        failures = failures_of(answers, Done)
+        failures: dict[str, Result | WindlassError] = {}
+        for step in (set(half.workers).difference(first), set(half.workers).intersection(first)):
+            if not failures:
+                answers = await caller.call(dict.fromkeys(sorted(step), command), step_s)
+                failures = failures_of(answers, Done)
         if not failures and engine.identities == before and engine.complete:
-            fleet.note_all_published(engine)
-            _log.info("%s: all ranks serve version %s now", name, fleet.published)
+            is_new = version > fleet.published
+            fleet.note_all_serve(engine, version)
+            if is_new:
+                self._run.record_outcome(JournalKind.PUBLISHED, version, (name,))
+            _log.info("%s: all ranks serve version %s now", name, version)
             self._changes.notify()
             return
         reason = "; ".join(f"{worker}: {describe(answer)}" for worker, answer in failures.items())
         _log.warning(
             "%s: only some ranks serve version %s: %s",
-            *(name, fleet.published, reason or "a rank has disconnected"),
+            *(name, version, reason or "a rank has disconnected"),
         )
 
     async def _bring_up_from_trainers(self) -> None:

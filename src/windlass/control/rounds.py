@@ -12,7 +12,8 @@ Failures and their consequences:
 
 - An engine that dies, or does not answer by the deadline, is left out. The round continues with the other engines.
 - If a rank of an engine with several ranks loses its connection while it is paused, all ranks of this engine stay paused
-  until the next version. The lost rank does not learn how the round ends.
+  until the next version. The lost rank does not learn how the round ends. In PUBLISH all ranks have the version, so the
+  controller completes the engine when the rank has connected again (`Finish.applied`).
 - A link that failed, or that delivered bytes with the wrong digest, is written again, at most `max_rewrites` times.
   After that its engine is left out. In `staged` mode this engine generates with the old weights, and the round ends if every
   engine has such a link.
@@ -182,6 +183,7 @@ class Finish:
         report: report for the trainers, without times and transports, which only the driver knows.
         engines: engine -> its outcome.
         mixed: engines with live weights that may be of two versions, quarantined or not.
+        applied: engines of `mixed` that left the round in PUBLISH. All their ranks have the version, and some may serve it.
         unsettled: worker that has not answered a write command -> engines that its bytes may still reach.
         silent: engine ranks that did not answer by a deadline.
         carried: link -> bytes and seconds, for links that were measured one by one.
@@ -193,6 +195,7 @@ class Finish:
     report: UpdateReport
     engines: Mapping[str, EngineOutcome]
     mixed: frozenset[str]
+    applied: frozenset[str] = frozenset()
     unsettled: Mapping[str, tuple[str, ...]]
     silent: frozenset[str]
     carried: Mapping[Link, Carried]
@@ -238,6 +241,7 @@ class RoundMachine:
         parts = () if spec.replicated is None else spec.replicated.parts
         self._digested = {worker: np.zeros(0, DIGESTED) for worker in parts}
         self._lost_trainers: set[str] = set()
+        self._applied: set[str] = set()
         self._silent: set[str] = set()
         self._rewrites_left = spec.config.max_rewrites
         self._wrote = self._has_paused = False
@@ -596,6 +600,8 @@ class RoundMachine:
             if unknown:
                 engine.end(EngineOutcome.QUARANTINED, reason)
             return
+        if self.phase is Phase.PUBLISH and not unknown:
+            self._applied.add(name)
         self._leave(engine, reason, unknown=unknown, lost=lost)
         for seq in [seq for seq, (w, _) in self.pending.items() if w in engine.workers]:
             self._late[seq] = self.pending.pop(seq)
@@ -661,6 +667,7 @@ class RoundMachine:
                 report=report,
                 engines=self.engines.outcomes,
                 mixed=frozenset(engine.name for engine in self.engines if engine.mixed),
+                applied=frozenset(self._applied),
                 unsettled={
                     source: tuple(sorted({self.engines.of[d] for d in destinations}))
                     for source, destinations in writing.items()
