@@ -214,8 +214,13 @@ async def test_biases_of_routers_stay_in_float32(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     "layout",
-    [{"optimizer": "sgd"}, {"frozen": "layers.0."}, {"pp": 2, "frozen": "first stage"}],
-    ids=["sgd", "frozen_layer", "frozen_stage"],
+    [
+        {"optimizer": "sgd"},
+        {"frozen": "layers.0."},
+        {"pp": 2, "frozen": "first stage"},
+        {"pp": 2, "frozen": "first stage", "distributed": True},
+    ],
+    ids=["sgd", "frozen_layer", "frozen_stage", "frozen_stage_distributed_optimizer"],
 )
 async def test_training_continues_from_a_checkpoint(
     tmp_path: Path, layout: Mapping[str, Any]
@@ -235,6 +240,32 @@ async def test_training_continues_from_a_checkpoint(
         for step in (1, 2):
             found = await trainers.train_step(step, groups_of(step), deadline_s=DEADLINE_S)
             assert found.ranks == expected[step - 1]
+
+
+@pytest.mark.parametrize("layout", [{}, {"distributed": True}], ids=["plain", "distributed"])
+async def test_a_checkpoint_from_before_the_first_step_changes_no_later_step(
+    tmp_path: Path, layout: Mapping[str, Any]
+) -> None:
+    """Regression: a distributed optimizer could not be saved, and the checkpoint of another one could not be loaded."""
+    Alone(DENSE, tmp_path)
+    saved, found = str(tmp_path / "saved"), []
+    async with two_ranks(tmp_path, layout) as (trainers, url):
+        for what in ("nothing", "save", "load"):
+            if what == "save":
+                await trainers.start(url, deadline_s=DEADLINE_S)
+                await trainers.save(saved, deadline_s=DEADLINE_S)
+            if what == "load":
+                await trainers.start(url, deadline_s=DEADLINE_S)
+                await trainers.load(saved, deadline_s=DEADLINE_S)
+            found.append(
+                [
+                    (await trainers.train_step(step, groups_of(step), deadline_s=DEADLINE_S)).ranks
+                    for step in range(2)
+                ]
+            )
+    never_saved, after_save, after_load = found
+    assert after_save == never_saved
+    assert after_load == never_saved
 
 
 async def test_a_new_learning_rate_holds_after_a_load(tmp_path: Path) -> None:

@@ -47,6 +47,8 @@ from windlass.transports.registry import TransportConfig
 
 _STATE = ("params", "step")
 """Keys of an optimizer's parameter groups that are no settings."""
+_SHARDING = "dp_reshardable"
+"""Megatron's name for the format in which `save` writes the state of a distributed optimizer."""
 BuildChunk = Callable[[TransformerConfig, bool, bool, int | None], torch.nn.Module]
 """Function that builds a model chunk (`GPTModel`), called "model provider" in Megatron's scripts. Arguments: the
 configuration, whether the chunk has the embedding, whether the chunk has the output layer, and the chunk's virtual
@@ -382,6 +384,8 @@ class MegatronEngine(TrainEngine):
         Path(path).mkdir(parents=True, exist_ok=True)
         # With `overlap_param_gather`, this rank still has old values of the parameters that other ranks have updated.
         make_whole(self._chunks)
+        if not self._num_steps and not self._options.optimizer_cpu_offload:
+            self._create_states()
         dist_checkpointing.save(self._state(is_loading=False), path)
 
     @torch.no_grad()
@@ -403,7 +407,9 @@ class MegatronEngine(TrainEngine):
             model.load_state_dict(found[name])
         if self._counts_steps():
             _add_steps(found["optimizer"], found["num_steps"])
-        optimizer.load_state_dict(found["optimizer"])
+        if self._has_saved_state():
+            _add_sharding(found["optimizer"])
+            optimizer.load_state_dict(found["optimizer"])
         for group, settings in zip(optimizer.param_groups, kept, strict=True):
             group.update(settings)
         self._num_steps = found["num_steps"]
@@ -427,6 +433,25 @@ class MegatronEngine(TrainEngine):
             for state in each.optimizer.state.values():
                 state["step"] = torch.tensor(float(self._num_steps))
 
+    def _create_states(self) -> None:
+        """Create the states of all optimizers with the values that they have before the first step.
+
+        Without states, Megatron's distributed optimizer (0.16.1) cannot be saved, and the checkpoint of any other optimizer cannot
+        be loaded.
+        """
+        for each in self._single_optimizers():
+            each.init_state_fn(each.optimizer, each.config)
+        self._set_steps()
+
+    def _has_saved_state(self) -> bool:
+        """Return whether a checkpoint has a state of this rank's optimizer.
+
+        Megatron's distributed optimizer (0.16.1) cannot save the state of a pipeline stage without trained parameters.
+        """
+        parameters = [p for chunk in self._chunks for p in chunk.parameters()]
+        is_trained = any(p.requires_grad for p in parameters)
+        return is_trained or not self._options.use_distributed_optimizer
+
     def _counts_steps(self) -> bool:
         """Return whether the optimizer is torch's Adam, which has a step counter per parameter."""
         return bool(USING_PYTORCH_OPTIMIZER) and self._options.optimizer == "adam"
@@ -440,17 +465,19 @@ class MegatronEngine(TrainEngine):
 
     def _state(self, *, is_loading: bool) -> dict[str, Any]:
         """Return the sharded state to save; with `is_loading`, return a description of the state to load. Collective."""
-        sharding = {"distrib_optim_sharding_type": "dp_reshardable"}
+        sharding = {"distrib_optim_sharding_type": _SHARDING}
         # By default, Megatron stacks the layers' tensors in a checkpoint. But frozen layers have no state of the optimizer.
         apart = {"non_homogeneous_layers": True} if self._is_frozen else None
         state: dict[str, Any] = {
             name: model.sharded_state_dict(metadata=apart) for name, model in self._models()
         }
-        optimizer = self._existing_optimizer().sharded_state_dict(
-            dict(state),
-            is_loading=is_loading,
-            metadata=sharding if self._options.use_distributed_optimizer else None,
-        )
+        optimizer: dict[str, Any] = {}
+        if self._has_saved_state():
+            optimizer = self._existing_optimizer().sharded_state_dict(
+                dict(state),
+                is_loading=is_loading,
+                metadata=sharding if self._options.use_distributed_optimizer else None,
+            )
         state |= {"optimizer": optimizer, "num_steps": self._num_steps}
         if self._lr_schedule is not None:
             state["lr_schedule"] = self._lr_schedule.state_dict()
@@ -493,6 +520,20 @@ def _add_steps(state: object, num_steps: int) -> None:
         return
     for each in state.values():
         _add_steps(each, num_steps)
+
+
+def _add_sharding(state: object) -> None:
+    """Add the name of the format to loaded states of distributed optimizers, where it is missing.
+
+    Rank 0 saves this name for all ranks. It does not if its pipeline stage has no trained parameters.
+    """
+    if not isinstance(state, dict):
+        return
+    if "param_state" in state:
+        state.setdefault("param_state_sharding_type", _SHARDING)
+        return
+    for each in state.values():
+        _add_sharding(each)
 
 
 def _add_momentum(optimizer: torch.optim.Optimizer, _: OptimizerConfig) -> None:
