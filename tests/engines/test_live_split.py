@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from cut_ranks import cut_off
 from servers import HTTP_S, TOKEN, Layout, build, save, serving
 from turn_rig import (
     DEADLINE_S,
@@ -25,7 +26,7 @@ from turn_rig import (
 
 import windlass
 from windlass.config import Reaction, UpdateMode
-from windlass.control.messages import Command, Prepare, Result
+from windlass.control.messages import Command, Prepare, Publish, Result
 from windlass.control.trainer_agent import TrainerAgent
 from windlass.errors import RoundAborted
 
@@ -89,3 +90,32 @@ async def test_server_says_why_after_an_aborted_first_version_and_if_a_rank_is_c
                 await rig.publish_again()
                 await asyncio.to_thread(server.http.get, "/health", HTTP_S)
                 await rig.check()
+
+
+async def test_server_serves_a_version_although_a_rank_was_cut_off_in_publish(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Between the two commands to serve the version, the main loop of rank 0 is blocked, and that of rank 1 may be free."""
+    first = save(KIND, 1, tmp_path / "first")
+    config = control_config(mode=UpdateMode.IN_PLACE)
+    async with windlass.Controller(token=TOKEN, config=config) as controller:
+        running = serving(
+            "vllm", first, tmp_path / "server.log", layout=Layout(tp=2), controller=controller.url
+        )
+        with ExitStack() as stack:
+            server = await asyncio.to_thread(stack.enter_context, running)
+            async with serving_first_version(
+                Rig, server, controller, tmp_path, transport="cma"
+            ) as rig:
+                for answered in (False, True):
+                    rig.step()
+                    with monkeypatch.context() as patch:
+                        cut_off(patch, "engine/1", at=Publish, answered=answered)
+                        with pytest.raises(RoundAborted, match="engine/1"):
+                            await rig.publish()
+                        await controller.wait_for_version(
+                            rig.version, engines=["engine"], deadline_s=HTTP_S
+                        )
+                    await rig.check()
+                    await rig.publish_again()
+                    await rig.check()
