@@ -31,11 +31,13 @@ from areal.api import (
     WeightUpdateMeta,
 )
 from areal.api.cli_args import (
+    ArchonEngineConfig,
     GenerationHyperparameters,
     InferenceEngineConfig,
     OptimizerConfig,
     PPOActorConfig,
 )
+from areal_on_cpu import archon_actor
 from fresh_servers import checksums
 from sglang_cpu_sleep import HostSaver, moved
 from torch.distributed.tensor import DTensor
@@ -54,6 +56,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
 
     Attributes:
         engine: `vllm` or `sglang`.
+        backend: AReaL's `actor.backend`; by default FSDP on all ranks.
         kill: process ids that rank 0 kills when the round of version `kill_at` is in its write phase.
         offloads: whether the actor frees its memory between the steps, as with `actor.offload` and `enable_offload`.
     """
@@ -64,6 +67,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
     servers: list[str]
     num_versions: int
     num_tokens: int
+    backend: str = ""
     kill: list[int] = []
     kill_at: int = -1
     offloads: bool = False
@@ -119,10 +123,11 @@ class Say(RolloutWorkflow):  # type: ignore[misc]  # AReaL is not typed here
         return {"input_ids": ids, "attention_mask": torch.ones_like(ids, dtype=torch.bool)}
 
 
-def actor_config(model: str, ranks: int = 0, **options: Any) -> PPOActorConfig:
+def actor_config(model: str, backend: str = "", **options: Any) -> PPOActorConfig:
     return PPOActorConfig(
         path=model, experiment_name="areal", trial_name="run", attn_impl="sdpa",
-        backend=f"fsdp:d{ranks or os.environ['WORLD_SIZE']}",
+        archon=ArchonEngineConfig(attn_type="sdpa"),
+        backend=backend or f"fsdp:d{os.environ['WORLD_SIZE']}",
         optimizer=OptimizerConfig(lr=3e-3, warmup_steps_proportion=0.0), **options,
     )  # fmt: skip
 
@@ -135,7 +140,6 @@ def rollout_config(backend: str = "vllm:d1") -> InferenceEngineConfig:
 
 
 def train(settings: Settings) -> None:
-    import areal.engine
     import areal.trainer.rl_trainer
     from areal.engine import fsdp_engine
     from hosted_controllers import kill_in_phase, remember_hosted
@@ -144,8 +148,10 @@ def train(settings: Settings) -> None:
 
     install()
     rank = int(os.environ["RANK"])
-    actor = areal.engine.FSDPPPOActor(config=actor_config(settings.model))
-    actor.create_process_group()
+    config = actor_config(settings.model, settings.backend)
+    allocation = ModelAllocation.from_str(config.backend)
+    actor = actor_class(allocation.backend)(config=config)
+    actor.create_process_group(parallel_strategy=allocation.parallel)
     actor.initialize(None, FinetuneSpec(total_train_epochs=1, dataset_size=800, train_batch_size=8))
     if settings.offloads:
         saver = vars(fsdp_engine)["torch_memory_saver"] = Saver()
@@ -159,9 +165,10 @@ def train(settings: Settings) -> None:
     hosted = remember_hosted()
     actor.connect_engine(rollout, meta)
     workflow = Say(settings.num_tokens)
+    parameters = [*actor.model.parameters()]
     found: dict[str, Any] = {
-        "num_sharded": sum(isinstance(p, DTensor) for p in actor.model.parameters()),
-        "num_parameters": sum(1 for _ in actor.model.parameters()),
+        "num_sharded": sum(isinstance(p, DTensor) for p in parameters),
+        "num_parameters": len(parameters),
         "num_gathers": 0, "serving": [], "answers": workflow.answers,
     }  # fmt: skip
     num_asked = 0
@@ -195,6 +202,16 @@ def train(settings: Settings) -> None:
     Path(settings.out, f"{rank}.json").write_text(json.dumps(found))
     rollout.destroy()
     actor.destroy()
+
+
+def actor_class(backend: str) -> type[Any]:
+    """Return the class that `PPOTrainer` would use for this backend."""
+    if backend == "archon":
+        return archon_actor()
+    import areal.engine
+
+    found: type[Any] = areal.engine.FSDPPPOActor
+    return found
 
 
 def train_step(actor: Any, version: int) -> None:
@@ -277,7 +294,7 @@ def ppo(settings: PpoSettings) -> None:
     variables = {python: settings.python, **settings.variables}
     server = dataclasses.replace(worker, env_vars=variables)
     actor = dataclasses.replace(
-        actor_config(settings.model, ranks=2), ppo_n_minibatches=1, scheduling_spec=(worker,)
+        actor_config(settings.model, "fsdp:d2"), ppo_n_minibatches=1, scheduling_spec=(worker,)
     )
     rollout = dataclasses.replace(
         rollout_config(f"{settings.engine}:d1"), scheduling_spec=(server,), consumer_batch_size=4

@@ -126,6 +126,43 @@ def train(
     require_versions_are_true(answers, [folder / "source", *saved(folder)])
 
 
+def test_archon_ranks_update_a_vllm_server(tmp_path: Path) -> None:
+    source = checkpoint(1, tmp_path / "source")
+    with serving_plain(source, tmp_path / "server.log") as server:
+        train_one("archon:d1t2", tmp_path, server)
+        require_fresh(server, saved(tmp_path)[-1], tmp_path / "fresh.log")
+
+
+def with_triton(folder: Path) -> str:
+    """Return a PYTHONPATH with the triton of vLLM's environment. AReaL's Archon imports it."""
+    (found,) = (VENVS["vllm"] / "lib").glob("python3*/site-packages/triton")
+    site = folder / "triton"
+    site.mkdir()
+    (site / "triton").symlink_to(found)
+    return f"{PATHS}:{site}"
+
+
+def train_one(backend: str, folder: Path, server: PlainServer) -> None:
+    """Run a job that updates one vLLM server, and check what its ranks and their answers say."""
+    address = server.url.removeprefix("http://")
+    settings = folder / "settings.json"
+    settings.write_text(
+        json.dumps(
+            {
+                "engine": "vllm", "model": str(folder / "source"), "out": str(folder), "servers": [address],
+                "num_versions": NUM_VERSIONS, "num_tokens": NUM_TOKENS, "backend": backend,
+            }
+        )
+    )  # fmt: skip
+    run_ranks(NUM_RANKS, "train", str(settings), log=folder / "log", PYTHONPATH=with_triton(folder))
+    ranks = [json.loads((folder / f"{rank}.json").read_text()) for rank in range(NUM_RANKS)]
+    for found in ranks:
+        assert found["num_gathers"] == 0
+        assert found["serving"] == [[address]] * NUM_VERSIONS
+    answers = [answer for found in ranks for answer in found["answers"]]
+    require_versions_are_true(answers, [folder / "source", *saved(folder)])
+
+
 def test_actor_that_frees_its_memory_between_steps_updates_a_server(tmp_path: Path) -> None:
     source, token = checkpoint(1, tmp_path / "source"), token_file(tmp_path, TOKEN)
     told = {"WINDLASS_CONTROLLER": "wait", "WINDLASS_TOKEN_FILE": str(token)}
@@ -138,7 +175,7 @@ def test_actor_that_frees_its_memory_between_steps_updates_a_server(tmp_path: Pa
         path = tmp_path / "settings.json"
         path.write_text(json.dumps(settings))
         run_ranks(
-            *(NUM_RANKS, "train", str(path)), log=tmp_path / "log",
+            NUM_RANKS, "train", str(path), log=tmp_path / "log",
             WINDLASS_TOKEN_FILE=str(token), TMS_INIT_ENABLE="1",
         )  # fmt: skip
         weights = tmp_path / "2"
@@ -246,9 +283,8 @@ def test_wrong_settings_are_refused_with_the_reason(tmp_path: Path) -> None:
         "before PPOTrainer), got "
     )
     trainer = (
-        "actor: must be FSDPPPOActor or FSDPEngine of windlass.integrations.areal with this rollout, got an "
-        "engine that sends weights by itself; Windlass does not support AReaL's Megatron and Archon engines, so set "
-        "actor.backend to fsdp"
+        "actor: must be an engine of windlass.integrations.areal with this rollout, got an engine that sends weights by "
+        "itself; call install() before PPOTrainer, and set actor.backend to fsdp or archon"
     )
     lora = (
         "use_lora: must be False with Windlass, got True; AReaL gives the adapter a new name in each version, and "

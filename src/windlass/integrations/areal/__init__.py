@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING
 from windlass.lazy import public
 
 if TYPE_CHECKING:
+    from windlass.integrations.areal.archon import ArchonEngine as ArchonEngine
+    from windlass.integrations.areal.archon import ArchonPPOActor as ArchonPPOActor
     from windlass.integrations.areal.engines import FSDPEngine as FSDPEngine
     from windlass.integrations.areal.engines import FSDPPPOActor as FSDPPPOActor
     from windlass.integrations.areal.engines import install as install

@@ -1,58 +1,33 @@
-"""AReaL: FSDP2 ranks write their shards directly into the vLLM or SGLang servers of the rollout.
+"""AReaL with FSDP2, and `install`.
+
+Every rank writes its shards directly into the vLLM or SGLang servers of the rollout:
 
     from windlass.integrations.areal import install
 
     install()  # before `PPOTrainer(...)`; the rest of the script does not change
-
-This module was written for AReaL 1.0.4 (inclusionAI/AReaL). It overrides three methods of `FSDPEngine`
-(`areal/engine/fsdp_engine.py`), `connect_engine`, `update_weights` and `offload`. AReaL's trainer calls these methods in every
-rank, or AReaL's controller calls them on every worker (`areal/infra/controller/train_controller.py`). No rank gathers
-tensors, and no process group includes the servers. `windlass.integrations.areal.rollout` has the clients of the servers.
 """
 
 from __future__ import annotations
 
-from typing import NoReturn, final
+from contextlib import suppress
+from importlib import import_module
+from typing import final
 
 import areal.engine
 import areal.trainer.rl_trainer
-from areal.api import InferenceEngine, Scheduler, WeightUpdateMeta
-from areal.api.cli_args import PPOActorConfig, TrainEngineConfig
 from areal.engine import fsdp_engine
-from areal.trainer.ppo.actor import PPOActorController
 
-from windlass.errors import ConfigError
-from windlass.integrations.areal.rollout import (
-    PlainServers,
-    RemoteSGLangEngine,
-    RemotevLLMEngine,
-    RolloutController,
-    ServersCallback,
-    require_v1,
-)
-from windlass.integrations.fleet_sync import FleetSync
+from windlass.integrations.areal.rollout import RemoteSGLangEngine, RemotevLLMEngine
+from windlass.integrations.areal.updates import DEADLINE_S, UpdatingActor, UpdatingEngine
 from windlass.integrations.hosted import HostAddress
-from windlass.integrations.joined import JoinedServers, server_name
-from windlass.integrations.vllm import WeightSync
 from windlass.trainers.client import TrainerClient
 from windlass.trainers.fsdp import connect_trainer
 
 __all__ = ["FSDPEngine", "FSDPPPOActor", "install"]
 
-DEADLINE_S = 600.0
-"""Deadline in seconds for all servers to join, and then for each version."""
-_NO_LORA = (
-    "; AReaL gives the adapter a new name in each version, and servers load new adapters only from files. Train all "
-    "weights, or leave out install() and set weight_update_mode to disk"
-)
-_NO_DISK = (
-    "; AReaL demands disk if the actor shares GPUs with the servers (a scheduling `target`). Give them separate GPUs "
-    "and set weight_update_mode to xccl, or leave out install()"
-)
-
 
 def install() -> None:
-    """Make AReaL's `PPOTrainer` use `FSDPPPOActor`, `RemotevLLMEngine` and `RemoteSGLangEngine` of Windlass.
+    """Make AReaL's `PPOTrainer` use the actors, `RemotevLLMEngine` and `RemoteSGLangEngine` of Windlass.
 
     Call this once, in the process that creates the trainer, before you create the trainer. Workers of AReaL's
     controller need no call, because they import these classes by name.
@@ -60,60 +35,19 @@ def install() -> None:
     vars(areal.engine)["FSDPPPOActor"] = FSDPPPOActor
     for engine in (RemotevLLMEngine, RemoteSGLangEngine):
         vars(areal.trainer.rl_trainer)[engine.__name__] = engine
+    # AReaL's Archon needs triton. Without triton, a trainer that uses Archon raises AReaL's own error.
+    with suppress(ImportError):
+        from areal.experimental.engine import archon_engine
+
+        ours = import_module("windlass.integrations.areal.archon")
+        vars(archon_engine)["ArchonPPOActor"] = ours.ArchonPPOActor
 
 
-class FSDPEngine(fsdp_engine.FSDPEngine):  # type: ignore[misc]  # AReaL is not typed here
-    """AReaL's FSDP engine with weight updates by Windlass, for scripts that create engines themselves.
+class FSDPEngine(UpdatingEngine, fsdp_engine.FSDPEngine):  # type: ignore[misc]
+    """AReaL's FSDP engine with weight updates by Windlass, for scripts that create engines themselves."""
 
-    Memory: trainer ranks read their shards and write the servers' weights during `update_weights` only. `offload`, which frees
-    the memory of this rank, leaves the fleet first. The next update connects again.
-    """
-
-    def __init__(self, config: TrainEngineConfig) -> None:
-        super().__init__(config)
-        self._sync: WeightSync | FleetSync | None = None
-
-    def connect_engine(self, engine: InferenceEngine, meta: WeightUpdateMeta) -> None:
-        """Connect to the servers of `engine`. Collective; blocks.
-
-        A second call with the same servers keeps the connection. A call with other servers replaces the connection.
-
-        Args:
-            engine: an engine of Windlass; in a worker, the `ServersCallback` from the controller.
-            meta: AReaL's description of the update; its `type` must be `xccl`.
-
-        Raises:
-            ConfigError: Windlass cannot send weights to `engine`, or does not support a setting of this trainer. SGLang
-                also needs WINDLASS_TOKEN or WINDLASS_TOKEN_FILE.
-            EngineRefused, PeerUnreachable, PeerTimeout, UnsupportedLayout: see `WeightSync`.
-        """
-        servers = _servers_of(engine)
-        _require_plain_weights(self.config, meta)
-        # Without this flag, AReaL would create a process group with the servers.
-        self.weight_update_group_initialized = True
-        known = self.rollout_engine
-        super().connect_engine(engine, meta)
-        if self._sync is not None and known is not None:
-            if _servers_of(known) == servers:
-                return
-            self._leave()
-        self._connect(engine)
-
-    def _connect(self, engine: PlainServers | ServersCallback) -> WeightSync | FleetSync:
-        """Connect to the servers of `engine`, and return the connection. Collective; blocks."""
-        servers = _servers_of(engine)
-        if engine.engine == "vllm":
-            self._sync = WeightSync(
-                self.model, servers=servers, pause="abort", deadline_s=DEADLINE_S
-            )
-        else:
-            urls = {server_name(url): url for url in servers}
-            self._sync = FleetSync(
-                urls, lambda: JoinedServers(servers), self._connect_trainer, DEADLINE_S
-            )
-        return self._sync
-
-    def _connect_trainer(self, address: HostAddress) -> TrainerClient:
+    def connect_trainer(self, address: HostAddress) -> TrainerClient:
+        """Connect this rank's shards to the controller. Not collective; gathers nothing."""
         return connect_trainer(
             self.model,
             controller=address.url,
@@ -121,123 +55,7 @@ class FSDPEngine(fsdp_engine.FSDPEngine):  # type: ignore[misc]  # AReaL is not 
             connect_deadline_s=DEADLINE_S,
         )
 
-    def update_weights(self, meta: WeightUpdateMeta) -> list[str]:
-        """Publish the current weights to every server. Collective; blocks.
-
-        The update leaves out a server that is dead or fails, and the rollout sends no requests to this server. A server
-        that was restarted at the same address joins before the update. As with AReaL's own engine, the caller pauses the
-        rollout before this call and sets the rollout's version afterwards.
-
-        Memory: the caller must not change the weights before this method returns.
-
-        Args:
-            meta: AReaL's description of the update; its `version` must be greater than all earlier versions.
-
-        Returns:
-            Addresses of the servers that serve the version, as `HOST:PORT`.
-
-        Raises:
-            RuntimeError: `connect_engine` was not called; raised by AReaL.
-            ConfigError: `meta` has no version.
-            RoundAborted, PeerUnreachable, PeerTimeout: see `WeightSync.send_weights`.
-        """
-        self._check_rollout_engine_connected()
-        if meta.version is None:
-            raise ConfigError(f"update_weights: meta.version must be an integer >= 0, got {meta}")
-        # If this rank is offloaded, the context brings its memory back, and calls `offload` again at the end.
-        with self._offload_aware_context():
-            sync = self._sync or self._connect(self.rollout_engine)
-            sent = sync.send_weights(meta.version)
-        serving = [url.removeprefix("http://") for url in sent.servers]
-        if isinstance(self.rollout_engine, PlainServers):
-            self.rollout_engine.send_only_to(serving)
-        return serving
-
-    def offload(self) -> None:
-        """Leave the fleet, and free this rank's GPU memory with torch_memory_saver. Collective.
-
-        When torch_memory_saver brings the memory back, it maps new pages at the same addresses. This invalidates all
-        registrations of the memory, so this rank must leave the fleet first.
-        """
-        self._leave()
-        super().offload()
-
-    def destroy(self) -> None:
-        """Disconnect from the servers, then destroy AReaL's engine. Idempotent.
-
-        The servers keep their weights and continue to serve.
-        """
-        self._leave()
-        super().destroy()
-
-    def _leave(self) -> None:
-        sync, self._sync = self._sync, None
-        if sync is not None:
-            sync.shutdown()
-
 
 @final
-class FSDPPPOActor(FSDPEngine, fsdp_engine.FSDPPPOActor):  # type: ignore[misc]
+class FSDPPPOActor(UpdatingActor, FSDPEngine, fsdp_engine.FSDPPPOActor):  # type: ignore[misc]
     """AReaL's PPO actor, based on `FSDPEngine` of this module."""
-
-    @classmethod
-    def as_controller(cls, config: PPOActorConfig, scheduler: Scheduler) -> ActorController:
-        """Create the controller of these actors.
-
-        Raises:
-            ConfigError: `config` does not select version 1 of AReaL's controller. Version 2 sends weights with awex.
-        """
-        require_v1(config)
-        return ActorController(train_engine=cls, config=config, scheduler=scheduler)
-
-
-@final
-class ActorController(PPOActorController):  # type: ignore[misc]
-    """AReaL's controller of PPO actors, which also sends the servers' addresses to the actors.
-
-    After each update, this controller tells the `RolloutController` which servers serve the version.
-    """
-
-    def connect_engine(self, rollout: RolloutController, meta: WeightUpdateMeta) -> None:
-        """Call `FSDPEngine.connect_engine` on every worker.
-
-        Raises:
-            ConfigError: `rollout` is not a `RolloutController` of this module.
-        """
-        if not isinstance(rollout, RolloutController):
-            _refuse_rollout(rollout)
-        self.rollout = rollout
-        self._custom_function_call("connect_engine", engine=rollout.callback, meta=meta)
-
-    def update_weights(self, meta: WeightUpdateMeta) -> None:
-        """See `FSDPEngine.update_weights`."""
-        self._check_rollout_engine_connected()
-        self.rollout.send_only_to(self._custom_function_call("update_weights", meta=meta))
-
-
-def _servers_of(engine: object) -> list[str]:
-    """Return the URLs of the servers, in the same order on every rank."""
-    if not isinstance(engine, PlainServers | ServersCallback):
-        _refuse_rollout(engine)
-    return [f"http://{address}" for address in sorted(engine.addresses)]
-
-
-def _require_plain_weights(config: TrainEngineConfig, meta: WeightUpdateMeta) -> None:
-    """Check that AReaL keeps all weights in the model's parameters and sends them by `xccl`.
-
-    Raises:
-        ConfigError: an option keeps the weights elsewhere or sends them in another way.
-    """
-    for option, given, allowed, why in (
-        ("use_lora", config.use_lora or meta.use_lora, False, _NO_LORA),
-        ("weight_update_mode", meta.type, "xccl", _NO_DISK if meta.type == "disk" else ""),
-    ):
-        if given != allowed:
-            raise ConfigError(f"{option}: must be {allowed} with Windlass, got {given}{why}")
-
-
-def _refuse_rollout(rollout: object) -> NoReturn:
-    raise ConfigError(
-        "rollout: must be RemotevLLMEngine or RemoteSGLangEngine of windlass.integrations.areal (call install() "
-        f"before PPOTrainer), got {type(rollout).__module__}.{type(rollout).__name__}"
-    )

@@ -313,7 +313,6 @@ def require_v1(config: TrainEngineConfig | InferenceEngineConfig) -> None:
 
 def _refuse_trainer() -> NoReturn:
     raise ConfigError(
-        "actor: must be FSDPPPOActor or FSDPEngine of windlass.integrations.areal with this rollout, got an engine "
-        "that sends weights by itself; Windlass does not support AReaL's Megatron and Archon engines, so set "
-        "actor.backend to fsdp"
+        "actor: must be an engine of windlass.integrations.areal with this rollout, got an engine that sends weights by "
+        "itself; call install() before PPOTrainer, and set actor.backend to fsdp or archon"
     )

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
     from windlass.trainers.client import TrainerClient
 
-__all__ = ["WeightSync"]
+__all__ = ["WeightSync", "plain_servers_sync"]
 
 logger = logging.getLogger(__name__)
 REASON_S = 1.0
@@ -96,16 +96,6 @@ class WeightSync:
         api_key: str = "",
         deadline_s: float = 600.0,
     ) -> None:
-        if pause is not None and pause not in PAUSE_MODES:
-            raise ConfigError(f"pause: must be one of {PAUSE_MODES} or None, got {pause!r}")
-        # Only rank 0 calls the routes. Every rank creates `VllmServers`, because the constructor checks the URLs.
-        routes = VllmServers(servers, api_key=api_key)
-        urls = {_engine_name(url): url for url in routes.urls}
-
-        def host() -> _Fleet:
-            given = config or ControlConfig()
-            return _Fleet(routes, urls, given, transport, pause, deadline_s)
-
         def connect(address: HostAddress) -> TrainerClient:
             from windlass.trainers.fsdp import connect_trainer
 
@@ -122,7 +112,15 @@ class WeightSync:
                 connect_deadline_s=deadline_s,
             )
 
-        self._sync = FleetSync(urls, host, connect, deadline_s)
+        self._sync = plain_servers_sync(
+            connect,
+            servers=servers,
+            config=config,
+            transport=transport,
+            pause=pause,
+            api_key=api_key,
+            deadline_s=deadline_s,
+        )
 
     def send_weights(self, version: int) -> SentWeights:
         """Publish the current weights to every server. Collective; blocks.
@@ -152,6 +150,43 @@ class WeightSync:
 
     def __exit__(self, *_: object) -> None:
         self.shutdown()
+
+
+def plain_servers_sync(
+    connect: Callable[[HostAddress], TrainerClient],
+    *,
+    servers: Sequence[str],
+    config: ControlConfig | None = None,
+    transport: str = "auto",
+    pause: str | None = "keep",
+    api_key: str = "",
+    deadline_s: float = 600.0,
+) -> FleetSync:
+    """Connect a trainer of any framework to plain vLLM servers. Collective; blocks.
+
+    Args:
+        connect: function that connects this rank's weights to the controller.
+        servers: see `WeightSync`.
+        config: see `WeightSync`.
+        transport: see `WeightSync`.
+        pause: see `WeightSync`.
+        api_key: see `WeightSync`.
+        deadline_s: see `WeightSync`.
+
+    Raises:
+        ConfigError, EngineRefused, PeerUnreachable, PeerTimeout: see `WeightSync`.
+        WindlassError: `connect` raised it.
+    """
+    if pause is not None and pause not in PAUSE_MODES:
+        raise ConfigError(f"pause: must be one of {PAUSE_MODES} or None, got {pause!r}")
+    # Only rank 0 calls the routes. Every rank creates `VllmServers`, because the constructor checks the URLs.
+    routes = VllmServers(servers, api_key=api_key)
+    urls = {_engine_name(url): url for url in routes.urls}
+
+    def host() -> _Fleet:
+        return _Fleet(routes, urls, config or ControlConfig(), transport, pause, deadline_s)
+
+    return FleetSync(urls, host, connect, deadline_s)
 
 
 def _engine_name(url: str) -> str:
