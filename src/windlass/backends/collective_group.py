@@ -361,10 +361,11 @@ class TorchBroadcastGroup:
             raise
 
     def abort(self) -> None:
-        """Close all connections of the group, so that the other members' broadcasts fail. Idempotent.
+        """Abort the group, so that the other members' broadcasts fail. Idempotent.
 
-        If an NCCL communicator does not end within `ABORT_S`, its buffers stay allocated, and Windlass does not use the
-        GPU again in this process.
+        If the NCCL communicator or kernels on the group's GPU do not end within `ABORT_S`, the buffers stay allocated until
+        this process ends, and the group's `Gpu` refuses later work. If the communicator does not end, its connections also
+        stay open.
         """
         if self.broken:
             return

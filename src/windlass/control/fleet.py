@@ -548,7 +548,10 @@ class Fleet:
         return found if found is not None and found.role is Role.TRAINER else None
 
     def away(self) -> list[str]:
-        """Return the names of trainer ranks that are not connected, in rank order."""
+        """Return the names of the trainer ranks that are not connected, in rank order.
+
+        The list is also empty if no trainer rank is connected, because the number of ranks is then unknown.
+        """
         trainers = self.trainers()
         if trainers is None:
             return []

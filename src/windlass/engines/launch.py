@@ -285,8 +285,8 @@ def arguments(program: str, description: str | None) -> argparse.ArgumentParser:
     parser.add_argument(
         "--join-deadline-s",
         type=float,
-        help="seconds for the engine's ranks to capture their layouts, and the same time again to join the fleet; by "
-        f"default {JOIN_S:.0f}, and one more per {JOIN_BYTES_PER_S // 10**6} MB of the checkpoint",
+        help="seconds for the engine's ranks to capture their layouts, and as many to join the fleet; by default, each of the two "
+        f"gets {JOIN_S:.0f} seconds, and one second more for each {JOIN_BYTES_PER_S // 10**6} MB of the checkpoint",
     )
     parser.add_argument(
         "--attach",

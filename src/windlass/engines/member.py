@@ -151,7 +151,13 @@ class Member(ABC):
         """End the server and all its processes."""
 
     def name_for(self, controller: str) -> str:
-        """Return HOST:PORT as the engine's name. A restarted server has the same name."""
+        """Return the engine's name: the host and the port at which the controller reaches this server.
+
+        A restarted server has the same name.
+
+        Raises:
+            ConfigError, PeerUnreachable: see the constructor.
+        """
         return join_host_port(self._host(controller), self.port)
 
     def url_for(self, controller: str) -> str:

@@ -236,7 +236,7 @@ class TrainerRanks:
                 has one rank.
             PeerTimeout: the message did not come within `deadline_s`.
         """
-        if self.store is None:
+        if self.store is None or self.world_size == 1:
             raise PeerUnreachable(f"{what}: no other trainer rank can send this message")
         key = f"{self.name}/{what}"
         try:

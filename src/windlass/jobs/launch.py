@@ -1543,7 +1543,7 @@ def _check_port(engine: EngineSection, owner: str) -> None:
 
 
 def _check_hosts(config: LaunchConfig) -> None:
-    """Check that the addresses and the transport of a job work across hosts."""
+    """Raise `ConfigError` for a loopback address of the controller or an engine, or a transport that works in one host only."""
     controller = config.controller
     reached = controller.advertise_host or controller.host
     if is_loopback(reached):

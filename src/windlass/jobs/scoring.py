@@ -249,7 +249,10 @@ class Scoring:
                 self._scores[group_id] = scoring
 
     def _scored(self) -> list[int]:
-        """Return the ids of scored groups that have samples, in order of completion. Decline groups without samples."""
+        """Return the ids of the scored groups that have samples, in the order in which their rollouts became complete.
+
+        Decline groups without samples. Raise the error of a group that could not be scored.
+        """
         found = []
         for group_id in self._rollouts.ready_ids():
             scoring = self._scores[group_id]

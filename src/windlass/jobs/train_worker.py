@@ -424,7 +424,8 @@ class TrainWorker(Client[TrainCommand, TrainResult, Welcome]):
         """Connect, and execute the controller's commands in this thread until `Stop`.
 
         Raises:
-            AuthenticationError, ProtocolError, PeerUnreachable: see `run_train_worker`.
+            ConfigError, AuthenticationError, ProtocolError: see `run_train_worker`.
+            PeerUnreachable: see `run_train_worker`; or this process cannot start a thread.
         """
         self.ended.add_done_callback(lambda ended: self._calling_thread.put(ended.result))
         self.start()

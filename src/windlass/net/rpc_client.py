@@ -429,5 +429,6 @@ class Client(Callee[CommandT, ResultT], Closing, Generic[CommandT, ResultT, Fram
         except Exception as raised:  # noqa: BLE001
             command = call.command if isinstance(call, Envelope) else None
             reply = Reply(*call.call_id, self.failed(raised, command))
-        # If the send fails, the next connection sends all stored replies again.
+        # If the send fails, the next connection sends the reply again, because `carry_out` has stored it. A reply from the
+        # `except` branch is not stored, and is lost then.
         await self.send(reply)

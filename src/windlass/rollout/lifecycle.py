@@ -332,11 +332,11 @@ class Lifecycle:
         return self._start_timers(record)
 
     def _oldest_token(self, record: Record) -> int | None:
-        """Return the lowest version that the tokens of a starting attempt will have; None if this version is unknown.
+        """Return the lowest version that a token of a starting attempt can have; None if this version is unknown.
 
         If the attempt continues a partial answer, the version is the lowest version in this answer. Otherwise, the first
-        token will have the lowest version. An engine generates the first token of a plain prompt immediately, so its
-        version is the current version. A workflow may do other work before it generates, so the version is unknown. With
+        token has the lowest version. A plain prompt goes to an engine at once, so its first token has the current version,
+        or a later one if the request waits. A workflow may do other work before it generates, so the version is unknown. With
         `OnAbort.RETRY`, a worker discards the tokens of an attempt at every update and starts again, so the version is
         unknown.
         """

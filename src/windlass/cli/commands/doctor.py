@@ -163,7 +163,7 @@ def _missing(report: Mapping[str, Sequence[Finding]], required: list[str]) -> li
 
 
 def _finds_windlass(framework: str | None, report: Report) -> bool:
-    """Return whether the checks found the framework, and could import the module of Windlass that the framework loads.
+    """Return whether a checked Python has a supported release of the framework, and one can import Windlass's module for it.
 
     Return True if no framework is checked.
     """

@@ -413,11 +413,12 @@ def _received_dtype(name: str, holding: Holding, parts: Parts) -> DType:
     """Return the dtype that updates send for a tensor.
 
     Usually this is the dtype of the engine's tensor. If the engine's tensor is bfloat16 and its checkpoint tensor is
-    float16, or the reverse, updates send the checkpoint's dtype, because each of the two dtypes lacks values of the
-    other.
+    float16, the engine's loader rounds each value to float16 and then to bfloat16 (or the reverse). So updates send the
+    checkpoint's dtype, and the engine rounds the received values to its own.
 
     Raises:
-        UnsupportedLayout: the checkpoint's dtype is needed, but the checkpoint tensors have several dtypes.
+        UnsupportedLayout: the checkpoint's dtype is needed, but the checkpoint tensors have several dtypes; or Windlass does
+            not know the dtype of the engine's tensor.
     """
     own, stored = dtype_of(name, holding.tensor), {spec.dtype for spec, _ in parts}
     if own not in _HALVES or not stored & {*_HALVES} - {own}:

@@ -178,10 +178,10 @@ class Scheduler:
         self._pause(pause_id, mode, deadline_s, sleeps=False)
 
     def sleep(self, mode: PauseMode, deadline_s: float) -> None:
-        """Pause generation as `pause` does. Every rank then frees its weights and its KV cache.
+        """Pause generation as `pause` does, and wait until every rank has freed its weights and its KV cache.
 
         Raises:
-            PeerTimeout: the step has not ended within `deadline_s`.
+            PeerTimeout: the step has not ended, or a rank has not freed its memory, within `deadline_s`.
         """
         self._num_sleeps += 1
         self._pause(f"sleep.{self._num_sleeps}", mode, deadline_s, sleeps=True)

@@ -202,7 +202,7 @@ class SleepingHooks:
         self._hooks.resume(deadline_s)
 
     def finalise(self) -> None:
-        """Record that the weights are whole; see `EngineHooks.finalise`."""
+        """Finalise the engine (see `EngineHooks.finalise`), then record that a round has filled all weights."""
         self._hooks.finalise()
         self._weights.filled()
 

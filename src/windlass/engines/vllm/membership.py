@@ -121,12 +121,14 @@ def refuse_while_held(args: Any) -> None:
 
 
 def _require_token_file() -> None:
-    """Check that each rank of a server over several hosts can read the token on its own host.
+    """Check that the ranks on this host can authenticate themselves, by a TLS certificate or by a token from a file.
 
-    vLLM's channels between hosts are not encrypted, so no host sends the token to another.
+    Every host of a server over several hosts calls this. vLLM's channels between hosts are not encrypted, so no host sends
+    the token to another.
 
     Raises:
-        ConfigError: this process has neither a certificate nor a file with the token.
+        ConfigError: this process has neither a certificate nor a file with the token; or the token cannot be used, see
+            `control_token`.
     """
     control_token()
     if not environment_value(TOKEN_FILE_VARIABLE) and not has_certificate():
