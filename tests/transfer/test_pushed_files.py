@@ -1,9 +1,10 @@
-"""An engine rank reads a pushed checkpoint folder as an engine would load it, and refuses values that do not fit its model."""
+"""An engine rank receives pushed tensors and folders as an engine would load them, and refuses wrong values."""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
@@ -11,8 +12,9 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from windlass.backends.push_halves import PushReceiver
+from windlass.backends.push_halves import PushReceiver, PushSender
 from windlass.checkpoint_files import ADAPTER, INDEX
+from windlass.config import CollectiveFabric
 from windlass.errors import ConfigError, PlanError, TransferFailed
 from windlass.layout.box import Box
 from windlass.layout.dtypes import DType
@@ -118,3 +120,48 @@ def test_tensors_of_an_adapter_are_read_too(tmp_path: Path, rank: Rank) -> None:
     save(tmp_path, ADAPTER, embed=4, norm=44, unused=1)
     rank.read(tmp_path)
     rank.expect(embed=4, norm=44)
+
+
+def push(rank: Rank, *buckets: dict[str, torch.Tensor]) -> None:
+    """Push tensors to the rank over gloo, one call of `fill` for each bucket; raise the rank's first error."""
+    fabric = CollectiveFabric.GLOO
+    sender = PushSender(
+        "g",
+        ("t/0", "engine/0"),
+        host="127.0.0.1",
+        bucket_nbytes=4096,
+        fabric=fabric,
+        deadline_s=20.0,
+    )
+    with ThreadPoolExecutor(1) as pool:
+        try:
+            joined = pool.submit(rank.receiver.join_named, sender.offer, fabric, 20.0)
+            sender.join(None)
+            joined.result()
+            for bucket in buckets:
+                specs = sender.fill(bucket)
+                sent = pool.submit(sender.send, 20.0)
+                rank.receiver.receive_bucket("g", specs, 20.0)
+                sent.result()
+        finally:
+            sender.close()
+
+
+@pytest.mark.parametrize("together", [True, False], ids=["one bucket", "two buckets"])
+def test_pushed_tied_tensors_may_have_nan_at_the_same_places(rank: Rank, together: bool) -> None:
+    embed, norm = tensor(1), tensor(100)
+    embed[3, 3] = float("nan")
+    first, second = {"embed": embed, "norm": norm}, {"head": embed.clone()}
+    push(rank, *([first | second] if together else [first, second]))
+    rank.receiver.apply()
+    wanted = embed[2:].half().numpy()
+    assert np.array_equal(rank.served["embed"], wanted, equal_nan=True)
+    rank.expect(norm=100)
+
+
+def test_an_update_with_different_tied_tensors_is_never_applied(rank: Rank) -> None:
+    with pytest.raises(TransferFailed, match="ties 'head' to 'embed', but they have arrived"):
+        push(rank, {"embed": tensor(1), "norm": tensor(100)}, {"head": tensor(9)})
+    with pytest.raises(PlanError, match="did not arrive"):
+        rank.receiver.apply()
+    assert not rank.served["embed"].any()

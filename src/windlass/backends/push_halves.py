@@ -288,6 +288,8 @@ class PushReceiver:
         finally:
             copies.close()
         if differing:
+            # The copies have replaced the values that arrived first. So this update can no longer be applied.
+            self._missing.update(row for row, _ in found)
             raise TransferFailed(f"{self._manifest.worker}: {differing}")
         self._missing.difference_update(row for row, _ in found)
 
@@ -426,7 +428,9 @@ class PushReceiver:
                     # The earlier tensor is in the same bucket, and has not been copied yet.
                     other_sent = other.src_address, other.sizes, other.src_strides, other.src_dtype
                     held = memory.view(*other_sent).to(held.dtype)
-                if not bool((sent.to(held.dtype) == held).all()):
+                sent = sent.to(held.dtype)
+                # NaN is not equal to NaN.
+                if not bool(((sent == held) | ((sent != sent) & (held != held))).all()):
                     differing = (
                         f"the engine ties {copy.tensor!r} to {earlier!r}, but they have arrived with different values; "
                         "keep the two tied in training, or serve the model with tie_word_embeddings=false"
