@@ -37,7 +37,7 @@ from areal.api.cli_args import (
     OptimizerConfig,
     PPOActorConfig,
 )
-from areal_on_cpu import archon_actor
+from areal_on_cpu import archon_actor, megatron_actor, step_megatron
 from fresh_servers import checksums
 from sglang_cpu_sleep import HostSaver, moved
 from torch.distributed.tensor import DTensor
@@ -57,6 +57,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
     Attributes:
         engine: `vllm` or `sglang`.
         backend: AReaL's `actor.backend`; by default FSDP on all ranks.
+        adapter: name of the LoRA adapter that the actor trains; by default it trains all weights.
         kill: process ids that rank 0 kills when the round of version `kill_at` is in its write phase.
         offloads: whether the actor frees its memory between the steps, as with `actor.offload` and `enable_offload`.
     """
@@ -68,6 +69,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
     num_versions: int
     num_tokens: int
     backend: str = ""
+    adapter: str = ""
     kill: list[int] = []
     kill_at: int = -1
     offloads: bool = False
@@ -102,10 +104,10 @@ class Saver:
 class Say(RolloutWorkflow):  # type: ignore[misc]  # AReaL is not typed here
     """Workflow that records one greedy answer with the version of each token."""
 
-    def __init__(self, num_tokens: int) -> None:
+    def __init__(self, num_tokens: int, adapter: str) -> None:
         self.answers: list[dict[str, list[int]]] = []
         self._settings = GenerationHyperparameters(
-            max_new_tokens=num_tokens, greedy=True, ignore_eos=True
+            max_new_tokens=num_tokens, greedy=True, ignore_eos=True, lora_name=adapter
         )
 
     async def arun_episode(self, engine: Any, data: dict[str, Any]) -> dict[str, Any]:
@@ -128,7 +130,7 @@ def actor_config(model: str, backend: str = "", **options: Any) -> PPOActorConfi
         path=model, experiment_name="areal", trial_name="run", attn_impl="sdpa",
         archon=ArchonEngineConfig(attn_type="sdpa"),
         backend=backend or f"fsdp:d{os.environ['WORLD_SIZE']}",
-        optimizer=OptimizerConfig(lr=3e-3, warmup_steps_proportion=0.0), **options,
+        optimizer=OptimizerConfig(lr=3e-2 if options.get("use_lora") else 3e-3, warmup_steps_proportion=0.0), **options,
     )  # fmt: skip
 
 
@@ -148,7 +150,9 @@ def train(settings: Settings) -> None:
 
     install()
     rank = int(os.environ["RANK"])
-    config = actor_config(settings.model, settings.backend)
+    has_adapter = bool(settings.adapter)
+    lora = {"use_lora": True, "lora_rank": 4, "lora_alpha": 6} if has_adapter else {}
+    config = actor_config(settings.model, settings.backend, **lora)
     allocation = ModelAllocation.from_str(config.backend)
     actor = actor_class(allocation.backend)(config=config)
     actor.create_process_group(parallel_strategy=allocation.parallel)
@@ -159,12 +163,14 @@ def train(settings: Settings) -> None:
     engines = vars(areal.trainer.rl_trainer)
     engine = engines[{"vllm": "RemotevLLMEngine", "sglang": "RemoteSGLangEngine"}[settings.engine]]
     backend = f"{settings.engine}:d{len(settings.servers)}"
-    rollout = engine(rollout_config(backend))
+    rollout = engine(dataclasses.replace(rollout_config(backend), use_lora=has_adapter))
     rollout.initialize(addr=settings.servers, train_data_parallel_size=dist.get_world_size())
-    meta = WeightUpdateMeta.from_fsdp_xccl(ModelAllocation.from_str(backend))
+    meta = WeightUpdateMeta.from_fsdp_xccl(
+        ModelAllocation.from_str(backend), use_lora=has_adapter, lora_name=settings.adapter
+    )
     hosted = remember_hosted()
     actor.connect_engine(rollout, meta)
-    workflow = Say(settings.num_tokens)
+    workflow = Say(settings.num_tokens, settings.adapter)
     parameters = [*actor.model.parameters()]
     found: dict[str, Any] = {
         "num_sharded": sum(isinstance(p, DTensor) for p in parameters),
@@ -208,6 +214,8 @@ def actor_class(backend: str) -> type[Any]:
     """Return the class that `PPOTrainer` would use for this backend."""
     if backend == "archon":
         return archon_actor()
+    if backend == "megatron":
+        return megatron_actor()
     import areal.engine
 
     found: type[Any] = areal.engine.FSDPPPOActor
@@ -216,6 +224,9 @@ def actor_class(backend: str) -> type[Any]:
 
 def train_step(actor: Any, version: int) -> None:
     """Make one optimizer step of AReaL's engine, on different data in each rank."""
+    if hasattr(actor, "mcore_config"):
+        step_megatron(actor, version)
+        return
     generator = torch.Generator().manual_seed(1000 * version + actor.rank)
     ids = torch.randint(0, NUM_WORDS, (4, 12), generator=generator)
     batch = {
@@ -358,7 +369,7 @@ def refusals(model: str) -> None:
     second = actor_config(model)
     second._version = "v2"
     tries = {
-        "lora": lambda: lora.connect_engine(rollout, meta),
+        "lora": lambda: lora.connect_engine(ours.RemoteSGLangEngine(rollout_config()), meta),
         "disk": lambda: plain.connect_engine(rollout, disk),
         "sglang": lambda: plain.connect_engine(RemoteSGLangEngine(rollout_config()), meta),
         "callback": lambda: plain.connect_engine(RolloutCallback("h:1"), meta),
@@ -378,7 +389,7 @@ def error_of(call: Any) -> str:
     return ""
 
 
-if __name__ == "__main__":
+def main() -> None:
     what, argument = sys.argv[1:]
     if what == "train":
         train(msgspec.json.decode(Path(argument).read_bytes(), type=Settings))
@@ -386,3 +397,7 @@ if __name__ == "__main__":
         ppo(msgspec.json.decode(Path(argument).read_bytes(), type=PpoSettings))
     else:
         refusals(argument)
+
+
+if __name__ == "__main__":
+    main()

@@ -12,6 +12,8 @@ if TYPE_CHECKING:
     from windlass.integrations.areal.engines import FSDPEngine as FSDPEngine
     from windlass.integrations.areal.engines import FSDPPPOActor as FSDPPPOActor
     from windlass.integrations.areal.engines import install as install
+    from windlass.integrations.areal.megatron import MegatronEngine as MegatronEngine
+    from windlass.integrations.areal.megatron import MegatronPPOActor as MegatronPPOActor
     from windlass.integrations.areal.rollout import RemoteSGLangEngine as RemoteSGLangEngine
     from windlass.integrations.areal.rollout import RemotevLLMEngine as RemotevLLMEngine
 

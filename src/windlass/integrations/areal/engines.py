@@ -20,6 +20,7 @@ from areal.engine import fsdp_engine
 from windlass.integrations.areal.rollout import RemoteSGLangEngine, RemotevLLMEngine
 from windlass.integrations.areal.updates import DEADLINE_S, UpdatingActor, UpdatingEngine
 from windlass.integrations.hosted import HostAddress
+from windlass.layout.naming.adapters import adapter_names
 from windlass.trainers.client import TrainerClient
 from windlass.trainers.fsdp import connect_trainer
 
@@ -35,6 +36,9 @@ def install() -> None:
     vars(areal.engine)["FSDPPPOActor"] = FSDPPPOActor
     for engine in (RemotevLLMEngine, RemoteSGLangEngine):
         vars(areal.trainer.rl_trainer)[engine.__name__] = engine
+    # Megatron need not be installed. AReaL imports this class at its first use, from the module that this table names.
+    vars(areal.engine)["_LAZY_IMPORTS"]["MegatronPPOActor"] = "windlass.integrations.areal.megatron"
+    vars(areal.engine).pop("MegatronPPOActor", None)
     # AReaL's Archon needs triton. Without triton, a trainer that uses Archon raises AReaL's own error.
     with suppress(ImportError):
         from areal.experimental.engine import archon_engine
@@ -46,10 +50,13 @@ def install() -> None:
 class FSDPEngine(UpdatingEngine, fsdp_engine.FSDPEngine):  # type: ignore[misc]
     """AReaL's FSDP engine with weight updates by Windlass, for scripts that create engines themselves."""
 
+    sends_adapters = True
+
     def connect_trainer(self, address: HostAddress) -> TrainerClient:
-        """Connect this rank's shards to the controller. Not collective; gathers nothing."""
+        """Connect this rank's shards, with `use_lora` those of the adapter. Not collective; gathers nothing."""
         return connect_trainer(
             self.model,
+            name_map=adapter_names() if self.config.use_lora else None,
             controller=address.url,
             token=address.token,
             connect_deadline_s=DEADLINE_S,

@@ -17,7 +17,7 @@ from typing import Any, ClassVar, NoReturn, final
 
 from areal.api import ModelRequest, ModelResponse, ParamSpec, Scheduler, WeightUpdateMeta
 from areal.api.cli_args import InferenceEngineConfig, TrainEngineConfig, get_py_cmd
-from areal.api.io_struct import HttpGenerationResult, HttpRequest
+from areal.api.io_struct import HttpGenerationResult, HttpRequest, get_versioned_lora_name
 from areal.engine import sglang_remote, vllm_remote
 from areal.infra import RemoteInfEngine
 from areal.infra.controller import rollout_callback, rollout_controller
@@ -128,6 +128,15 @@ class _Stamping:
 class _PlainVllm(_Stamping, vllm_remote.VLLMBackend):  # type: ignore[misc]
     """Requests to a plain `vllm serve`; AReaL's own backend needs AReaL's server program, which needs vLLM 0.17."""
 
+    def build_generation_request(
+        self, req: ModelRequest, with_lora: bool, version: int
+    ) -> HttpRequest:
+        request = super().build_generation_request(req, with_lora, version)
+        if with_lora:
+            # AReaL loads each version of an adapter under a new name. Windlass updates the adapter of version 0 in place.
+            request.payload["model"] = get_versioned_lora_name(req.gconfig.lora_name, 0)
+        return request
+
     def get_pause_request(self) -> HttpRequest:
         return HttpRequest(endpoint="/pause?mode=abort", payload={})
 
@@ -140,6 +149,8 @@ class _PlainVllm(_Stamping, vllm_remote.VLLMBackend):  # type: ignore[misc]
             # Only AReaL's own server program has this class.
             "worker_extension_cls": None,
             "weight_transfer_config": '{"backend": "windlass"}',
+            # Updates write one adapter in place. AReaL's default is a slot for each of the last 8 versions.
+            "max_loras": 1,
         }
         return _start(
             "WINDLASS_VLLM_PYTHON",
@@ -314,5 +325,5 @@ def require_v1(config: TrainEngineConfig | InferenceEngineConfig) -> None:
 def _refuse_trainer() -> NoReturn:
     raise ConfigError(
         "actor: must be an engine of windlass.integrations.areal with this rollout, got an engine that sends weights by "
-        "itself; call install() before PPOTrainer, and set actor.backend to fsdp or archon"
+        "itself; call install() before PPOTrainer"
     )

@@ -11,7 +11,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from contextlib import AbstractContextManager
-from typing import TYPE_CHECKING, NoReturn, final
+from typing import TYPE_CHECKING, ClassVar, NoReturn, final
 
 from areal.api import InferenceEngine, Scheduler, WeightUpdateMeta
 from areal.api.cli_args import PPOActorConfig, TrainEngineConfig
@@ -35,8 +35,8 @@ if TYPE_CHECKING:
 DEADLINE_S = 600.0
 """Deadline in seconds for all servers to join, and then for each version."""
 _NO_LORA = (
-    "; AReaL gives the adapter a new name in each version, and servers load new adapters only from files. Train all "
-    "weights, or leave out install() and set weight_update_mode to disk"
+    "; Windlass updates adapters from FSDP actors in vLLM servers only. Use both, train all weights, or leave out "
+    "install() and set weight_update_mode to disk"
 )
 _NO_DISK = (
     "; AReaL demands disk if the actor shares GPUs with the servers (a scheduling `target`). Give them separate GPUs "
@@ -47,10 +47,14 @@ _NO_DISK = (
 class UpdatingEngine(ABC):
     """Base class of the train engines of this package, which comes before AReaL's class.
 
+    Attributes:
+        sends_adapters: whether this class can update an adapter (`use_lora`).
+
     Memory: trainer ranks read their shards and write the servers' weights during `update_weights` only. `offload`, which frees
     the memory of this rank, leaves the fleet first. The next update connects again.
     """
 
+    sends_adapters: ClassVar[bool] = False
     config: TrainEngineConfig
     rollout_engine: InferenceEngine | None
     _check_rollout_engine_connected: Callable[[], None]
@@ -84,7 +88,8 @@ class UpdatingEngine(ABC):
             UnsupportedLayout: Windlass cannot describe a parameter.
         """
         servers = _servers_of(engine)
-        _require_plain_weights(self.config, meta)
+        can_adapt = self.sends_adapters and _checked(engine).engine == "vllm"
+        _require_supported(self.config, meta, can_adapt)
         self.skip_own_group()
         known = self.rollout_engine
         super().connect_engine(engine, meta)  # type: ignore[misc]
@@ -213,18 +218,19 @@ def _checked(engine: object) -> PlainServers | ServersCallback:
     return engine
 
 
-def _require_plain_weights(config: TrainEngineConfig, meta: WeightUpdateMeta) -> None:
-    """Check that AReaL keeps all weights in the model's parameters and sends them by `xccl`.
+def _require_supported(config: TrainEngineConfig, meta: WeightUpdateMeta, can_adapt: bool) -> None:
+    """Check that AReaL sends weights by `xccl`, and trains an adapter only if Windlass can update adapters here.
 
     Raises:
-        ConfigError: an option keeps the weights elsewhere or sends them in another way.
+        ConfigError: an option has another value.
     """
-    for option, given, allowed, why in (
-        ("use_lora", config.use_lora or meta.use_lora, False, _NO_LORA),
-        ("weight_update_mode", meta.type, "xccl", _NO_DISK if meta.type == "disk" else ""),
-    ):
-        if given != allowed:
-            raise ConfigError(f"{option}: must be {allowed} with Windlass, got {given}{why}")
+    if (config.use_lora or meta.use_lora) and not can_adapt:
+        raise ConfigError(
+            f"use_lora: must be False with this actor and these servers, got True{_NO_LORA}"
+        )
+    if meta.type != "xccl":
+        why = _NO_DISK if meta.type == "disk" else ""
+        raise ConfigError(f"weight_update_mode: must be xccl with Windlass, got {meta.type}{why}")
 
 
 def _refuse_rollout(rollout: object) -> NoReturn:
