@@ -1,7 +1,7 @@
 """Check four house rules, because ruff and mypy cannot check them.
 
 In `src`, a public signature must not have `**kwargs`, code must not guess with `getattr(x, "literal")`, and the docstring of
-a public function must name the errors that the function raises. In `tests`, code must not use private names of our other
+a function must name the errors that the function raises. In `tests`, code must not use private names of our other
 modules. `make lint` runs this script.
 """
 
@@ -35,6 +35,8 @@ FOREIGN_NAMES = frozenset(
 """Private names of other packages that tests need. A module of another package may be imported and used freely."""
 PROGRAMMING_ERRORS = frozenset({"AssertionError", "NotImplementedError", "StopIteration"})
 """Errors that no caller handles, so docstrings need not name them."""
+REFERENCE = re.compile(r"\ASee `|\berrors,?\s+see\s+`")
+"""Reference of a docstring to the text that lists the errors: "See `x`." as its first words, or "For the errors, see `x`."."""
 PATCHES = frozenset({"getattr", "setattr", "hasattr", "delattr"})
 
 
@@ -66,16 +68,16 @@ def _violations(path: Path) -> list[str]:
 
 
 def unlisted_errors(source: str) -> list[tuple[int, str, str]]:
-    """Return the line, the function and the error for each error that a public function raises and does not document.
+    """Return the line, the function and the error for each error that a function raises and does not document.
 
-    The docstring must name the error or one of its base classes, or refer to the text that lists the errors ("see `x`").
-    Functions without a docstring, and raises inside a `try` block with handlers, are not checked.
+    The docstring must name the error or one of its base classes, or refer to the text that lists the errors (`REFERENCE`).
+    Functions without a docstring are not checked. An error that a handler of the same function catches is not raised.
     """
     found = []
     for node in ast.walk(ast.parse(source)):
-        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and not _is_private(node.name):
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
             text = ast.get_docstring(node) or ""
-            if not text or re.search(r"\b[Ss]ee\s+`", text):
+            if not text or REFERENCE.search(text):
                 continue
             found += [
                 (line, node.name, name)
@@ -86,7 +88,7 @@ def unlisted_errors(source: str) -> list[tuple[int, str, str]]:
 
 
 def _raised(body: list[ast.stmt]) -> Iterator[tuple[int, str]]:
-    """Yield the line and the class of each error that these statements construct and raise."""
+    """Yield the line and the class of each error that these statements construct, raise and do not catch."""
     for node in body:
         match node:
             case ast.FunctionDef() | ast.AsyncFunctionDef() | ast.ClassDef():
@@ -96,7 +98,10 @@ def _raised(body: list[ast.stmt]) -> Iterator[tuple[int, str]]:
             ):
                 yield node.lineno, name
             case ast.Try(handlers=handlers, orelse=orelse, finalbody=finalbody, body=tried):
-                yield from _raised([] if handlers else tried)
+                caught = {name for each in handlers for name in _caught(each)}
+                for line, name in _raised(tried):
+                    if caught.isdisjoint({*_with_bases(name), "Exception", "BaseException"}):
+                        yield line, name
                 for handler in handlers:
                     yield from _raised(handler.body)
                 yield from _raised(orelse + finalbody)
@@ -109,6 +114,16 @@ def _raised(body: list[ast.stmt]) -> Iterator[tuple[int, str]]:
                 yield from _raised(node.body)
             case _:
                 pass
+
+
+def _caught(handler: ast.ExceptHandler) -> Iterator[str]:
+    """Yield the names of the classes that a handler catches."""
+    if handler.type is None:
+        yield "BaseException"
+        return
+    for node in ast.walk(handler.type):
+        if isinstance(node, ast.Name):
+            yield node.id
 
 
 def _with_bases(name: str) -> Iterator[str]:

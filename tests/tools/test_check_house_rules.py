@@ -49,6 +49,7 @@ def test_other_names_are_allowed(text: str) -> None:
         "if x:\n        raise ConfigError",
         "try:\n        f()\n    except KeyError as error:\n        raise ConfigError('x') from error",
         "with f():\n        for y in x:\n            raise ConfigError('x')",
+        "try:\n        raise ConfigError('x')\n    except KeyError:\n        pass",
     ],
 )
 def test_an_error_that_the_docstring_does_not_name_is_found(body: str) -> None:
@@ -61,10 +62,16 @@ def test_an_error_that_the_docstring_does_not_name_is_found(body: str) -> None:
     [
         ("Read.\n\n    Raises:\n        ConfigError: x is wrong.\n    ", "raise ConfigError('x')"),
         ("Read.\n\n    Raises:\n        ValueError: x is wrong.\n    ", "raise ConfigError('x')"),
-        ("Read; see `Reader.read`.", "raise ConfigError('x')"),
+        ("See `Reader.read`.", "raise ConfigError('x')"),
+        ("Read. For the errors, see `Reader.read`.", "raise ConfigError('x')"),
         ("Read.", "raise NotImplementedError"),
         ("Read.", "raise error"),
         ("Read.", "try:\n        raise ConfigError('x')\n    except ConfigError:\n        pass"),
+        (
+            "Read.",
+            "try:\n        raise ConfigError('x')\n    except (KeyError, ValueError):\n        pass",
+        ),
+        ("Read.", "try:\n        raise ConfigError('x')\n    except:\n        pass"),
         ("Read.", "def inner():\n        raise ConfigError('x')"),
     ],
 )
@@ -72,5 +79,11 @@ def test_named_errors_and_errors_that_stay_inside_are_accepted(docstring: str, b
     assert unlisted_errors(f'def read(x):\n    """{docstring}"""\n    {body}\n') == []
 
 
-def test_private_functions_need_not_name_their_errors() -> None:
-    assert unlisted_errors('def _read(x):\n    """Read."""\n    raise ConfigError("x")\n') == []
+def test_private_functions_name_their_errors_too() -> None:
+    source = 'def _read(x):\n    """Read."""\n    raise ConfigError("x")\n'
+    assert [found[1:] for found in unlisted_errors(source)] == [("_read", "ConfigError")]
+
+
+def test_a_reference_to_another_subject_does_not_name_errors() -> None:
+    source = 'def read(x):\n    """Read a row; see `Row`."""\n    raise ConfigError("x")\n'
+    assert [found[1:] for found in unlisted_errors(source)] == [("read", "ConfigError")]

@@ -263,6 +263,10 @@ class EngineAgent:
 
         The caller holds the agent's lock. Record in `_open_to_writes` whether live weights may now change, and in
         `_not_resumed` why the engine does not generate after the command.
+
+        Raises:
+            ProtocolError: the command asks the engine to sleep, and the engine cannot.
+            WindlassError: the hooks, the sleeper or the receiver could not carry out the command.
         """
         match command:
             case ConnectEngine():

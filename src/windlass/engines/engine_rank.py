@@ -542,7 +542,7 @@ class EngineRank:
             self._client = None
 
     def _require_free(self, deadline_s: float) -> None:
-        """Check that this rank can leave its fleet, if any; raises as `leave` does."""
+        """Check that this rank can leave its fleet, if any. For the errors, see `leave`."""
         if self._client is None:
             return
         if not self._client.wait_disconnected(deadline_s):

@@ -46,7 +46,11 @@ class DatasetRecipe(Recipe):
         self._check_row("evaluation", self.evaluation_rows)
 
     def _check_row(self, key: str, rows: Sequence[Row]) -> None:
-        """Check that the first row has all columns that the settings name, and that `task` accepts the row."""
+        """Check that the first row has all columns that the settings name, and that `task` accepts the row.
+
+        Raises:
+            ConfigError: there are no rows, or the first row lacks a column. `task` may raise other errors.
+        """
         if not len(rows):
             raise ConfigError(f"data.{key} must have at least one row, got none")
         row = rows[0]

@@ -1400,6 +1400,9 @@ def _check_nodes(config: LaunchConfig) -> None:
 
     If the scheduler has one host, `num_nodes` must be 1. If processes of other hosts connect to this host
     (`crosses_hosts`), the addresses and the transport must work across hosts.
+
+    Raises:
+        ConfigError: one of these rules is broken.
     """
     if config.scheduler.is_one_host:
         engines = [(f"engines {each.name!r}: ", each.num_nodes) for each in config.engines]
@@ -1424,7 +1427,11 @@ def _check_processes(config: LaunchConfig) -> None:
 
 
 def _check_context(config: LaunchConfig, engine: EngineSection) -> None:
-    """Check that the longest answer fits into an engine's context window, if the window's size is known."""
+    """Check that the longest answer fits into an engine's context window, if the window's size is known.
+
+    Raises:
+        ConfigError: the longest answer leaves no room for a prompt in the window.
+    """
     spec = ENGINES.find(engine.kind)
     given = dict(options_of(engine.arguments)).get(spec.context_option, "")
     context = int(given) if given.isdecimal() else None if given else spec.default_context
@@ -1453,7 +1460,11 @@ _OPTIONS = {
 
 
 def _check_sampling(config: LaunchConfig, engine: EngineSection) -> None:
-    """Check that an engine supports the sampling parameters of the job."""
+    """Check that an engine supports the sampling parameters of the job.
+
+    Raises:
+        ConfigError: an engine of this kind, or with these arguments, ignores or refuses a parameter.
+    """
     where = f"engines {engine.name!r}"
     for table, sampling in _samplings(config):
         if sampling.has_structure and engine.kind == "embedded":

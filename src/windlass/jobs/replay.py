@@ -178,7 +178,11 @@ def _compared(
     *,
     is_exact: bool,
 ) -> Replay:
-    """Compare the engine's answers with the sample. Each answer is for one range [first, last) of `asked`."""
+    """Compare the engine's answers with the sample. Each answer is for one range [first, last) of `asked`.
+
+    Raises:
+        AttemptError: no answer has a token.
+    """
     distances: list[float] = []
     differences: list[int] = []
     for (first, last), answer in zip(asked, answers, strict=True):

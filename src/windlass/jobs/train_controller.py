@@ -344,7 +344,11 @@ class TrainController:
         return await self._in_turn(lambda: self._train(step, whole, deadline_s))
 
     async def _train(self, step: int, whole: Groups, deadline_s: float) -> StepResult:
-        """Do the work of `train_step` on checked groups."""
+        """Do the work of `train_step` on checked groups.
+
+        Raises:
+            TrainerError: for the same reasons as in `train_step`.
+        """
         if whole != self._looked_at:
             lost = await self._take(step, whole, deadline_s)
             if lost:

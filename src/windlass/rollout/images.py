@@ -136,7 +136,11 @@ def _from_url(where: str, url: str) -> bytes:
 
 
 def _as_bytes(where: str, image: object) -> bytes:
-    """Return an image as encoded bytes. Encode an image of Pillow or NumPy as PNG."""
+    """Return an image as encoded bytes. Encode an image of Pillow or NumPy as PNG.
+
+    Raises:
+        ConfigError: the image is of no supported type, shape or size, or Pillow is not installed.
+    """
     if isinstance(image, bytes):
         return image
     if isinstance(image, bytearray | memoryview):

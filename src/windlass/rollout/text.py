@@ -356,7 +356,11 @@ class TextPrompts:
                 self._nbytes -= nbytes
 
     def _converted(self, encoded: bytes) -> ModelPrompt:
-        """Convert an encoded prompt; the method `prompt` keeps the result."""
+        """Convert an encoded prompt; the method `prompt` keeps the result.
+
+        Raises:
+            ConfigError: there are no tokens, or the chat template or the processor refuses the messages.
+        """
         prompt = _DECODER.decode(encoded)
         if isinstance(prompt, Chat):
             return self.chat_prompt(prompt)

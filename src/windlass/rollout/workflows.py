@@ -166,7 +166,11 @@ class WorkflowContext:
         return tuple([self._plain(number, turn) for number, turn in enumerate(self.turns)])
 
     def _plain(self, number: int, turn: object) -> Turn:
-        """Check one turn and convert its numbers; see `_plain_turns`. `number` is the index of the turn."""
+        """Check one turn and convert its numbers. `number` is the index of the turn.
+
+        Raises:
+            ConfigError: `turn` is no `Turn`, or a field of the turn has a wrong type.
+        """
         where = f"workflow {self._task.workflow}: turns[{number}]"
         if not isinstance(turn, Turn):
             raise ConfigError(f"{where} must be a Turn, got {type(turn).__name__}")

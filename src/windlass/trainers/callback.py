@@ -320,7 +320,13 @@ class RolloutCallback(Closing):
         raise PeerTimeout(f"{type(call).__name__}: {what}")
 
     def _members(self, reply: HttpReply) -> tuple[str, ...]:
-        """Return the engine ranks in the controller's answer, or raise the error that it contains; see `_call`."""
+        """Return the engine ranks in the controller's answer, or raise the error that it contains.
+
+        Raises:
+            AuthenticationError: the controller refused the token.
+            ProtocolError: the controller answered with another HTTP status than 200.
+            PeerTimeout, RoundAborted: the controller reports this error.
+        """
         if reply.status in {401, 403}:
             raise AuthenticationError(f"{self.url} refused the token: {reply.text(200)}")
         if reply.status != 200:

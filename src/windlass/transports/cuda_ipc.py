@@ -107,7 +107,7 @@ class CudaIpcTransport(RegionTransport):
         return self.gpu.is_late
 
     def map_region(self, region: RemoteRegion) -> MappedRegion:
-        """Map a peer's GPU memory into this process, and keep it mapped; see `PeerMapper`.
+        """Map a peer's GPU memory into this process, and keep it mapped. For the errors, see `PeerMapper`.
 
         First close the mappings of processes that have ended. A region of this process needs no mapping: only make it
         accessible to this transport's GPU.

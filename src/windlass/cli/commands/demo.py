@@ -250,7 +250,11 @@ def demo_config(args: argparse.Namespace) -> LaunchConfig:
 
 
 def _learning_rate(args: argparse.Namespace) -> str:
-    """Return the last argument of the trainer's script: a learning rate, or 0 for the script's default."""
+    """Return the last argument of the trainer's script: a learning rate, or 0 for the script's default.
+
+    Raises:
+        ConfigError: `--learning-rate` is not above 0 and below 1.
+    """
     rate = args.learning_rate
     if rate is None:
         rate = CHECKPOINT_RATE if args.checkpoint is not None else 0.0
@@ -260,7 +264,11 @@ def _learning_rate(args: argparse.Namespace) -> str:
 
 
 def _check_room(args: argparse.Namespace, model: str, *, is_server: bool) -> None:
-    """Check that `model` is a file, and that answers fit into the context of the demo's engines."""
+    """Check that `model` is a file, and that answers fit into the context of the demo's engines.
+
+    Raises:
+        ConfigError: the model is no file, or `--max-new-tokens` is below 1 or too large.
+    """
     room = MAX_NEW_TOKENS["server" if is_server else "embedded"]
     if not Path(model).is_file():
         raise ConfigError(f"demo: --model must be a file, got {model!r}")
@@ -352,7 +360,11 @@ def _pause_mode(args: argparse.Namespace) -> PauseMode:
 
 
 def _check_transport(args: argparse.Namespace, transport: str, *, is_server: bool) -> None:
-    """Check that the transport can move weights on this device into this engine's memory."""
+    """Check that the transport can move weights on this device into this engine's memory.
+
+    Raises:
+        ConfigError: the transport cannot move them.
+    """
     able, device = TRANSPORTS[args.device], args.device
     if transport not in able:
         kind = "host memory" if device == "cuda" else "memory of GPUs"
@@ -369,7 +381,11 @@ def _check_transport(args: argparse.Namespace, transport: str, *, is_server: boo
 
 
 def _check_colocate(args: argparse.Namespace, transport: str) -> None:
-    """Check that engines can sleep, and that no other option excludes this."""
+    """Check that engines can sleep, and that no other option excludes this.
+
+    Raises:
+        ConfigError: the engine cannot sleep, or another option excludes it.
+    """
     is_server = args.engine != "embedded"
     if is_server and args.device != "cuda":
         if not ENGINES.find(args.engine).sleep_arguments:
@@ -407,7 +423,11 @@ def _check_server_device(args: argparse.Namespace) -> None:
 
 
 def _check_compare(args: argparse.Namespace, *, is_server: bool) -> None:
-    """Check that a second job with the engine's own transfer can run."""
+    """Check that a second job with the engine's own transfer can run.
+
+    Raises:
+        ConfigError: the engine has no transfer of its own, or another option excludes the second job.
+    """
     if not is_server:
         raise ConfigError(
             f"demo: --compare needs --engine vllm or sglang, because the engine {args.engine} has no weight transfer of "
@@ -426,7 +446,11 @@ def _check_compare(args: argparse.Namespace, *, is_server: bool) -> None:
 
 
 def _check_groups(args: argparse.Namespace, engines: Sequence[EngineSection]) -> None:
-    """Check that no NCCL group would have a trainer rank and an engine rank on the same GPU."""
+    """Check that no NCCL group would have a trainer rank and an engine rank on the same GPU.
+
+    Raises:
+        ConfigError: the backend is xccl, and an engine shares a GPU with a trainer rank.
+    """
     if args.backend == "xccl" and any(engine.colocate_with for engine in engines):
         raise ConfigError(
             f"demo: --backend xccl with --device cuda needs more GPUs than engines, because NCCL refuses a group with "

@@ -149,7 +149,11 @@ class Recompute:
         self._is_proven = True
 
     def _load_until_repeated(self) -> None:
-        """Load until two successive loads leave the same bytes, and check that no tensor outside `names` has changed."""
+        """Load until two successive loads leave the same bytes, and check that no tensor outside `names` has changed.
+
+        Raises:
+            UnsupportedLayout: a load failed, no two successive loads leave the same bytes, or another tensor has changed.
+        """
         before = {n: p for n, p in prints_of(self.held()).items() if n in self.written}
         earlier: Mapping[str, int] = {}
         for _ in range(_TRIALS):
@@ -171,7 +175,11 @@ class Recompute:
         )
 
     def _load_once(self) -> None:
-        """Load the buffers once, and check what the loader has read, written and moved; see `run`."""
+        """Load the buffers once, and check what the loader has read, written and moved.
+
+        Raises:
+            UnsupportedLayout: the engine's loader failed, moved a tensor, or left a tensor unread or unwritten.
+        """
         taken: list[str] = []
         marks = _Marks(self.held(), self.unwritten)
         try:

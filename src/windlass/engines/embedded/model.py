@@ -96,7 +96,11 @@ def load_model(
 
 
 def _build(source: Path) -> Any:
-    """Build the whole model on the CPU, from a checkpoint folder or with random weights; see `load_model`."""
+    """Build the whole model on the CPU, from a checkpoint folder or with random weights.
+
+    Raises:
+        ConfigError: `source` is no checkpoint folder of a causal LM and no file with a configuration of transformers.
+    """
     if source.is_dir():
         try:
             return transformers.AutoModelForCausalLM.from_pretrained(source, local_files_only=True)

@@ -187,7 +187,11 @@ class Scheduler:
         self._pause(f"sleep.{self._num_sleeps}", mode, deadline_s, sleeps=True)
 
     def _pause(self, pause_id: str, mode: PauseMode, deadline_s: float, *, sleeps: bool) -> None:
-        """Ask the model loop for a pause, and wait until the loop has called `quiesced`; see `pause` and `sleep`."""
+        """Ask the model loop for a pause, and wait until the loop has called `quiesced`; see `pause` and `sleep`.
+
+        Raises:
+            PeerTimeout: the current step of the model loop did not end within `deadline_s`.
+        """
         with self._changed:
             self._pause_wanted = (pause_id, mode, sleeps)
             self._paused = True

@@ -124,7 +124,12 @@ def _is_first_call(step: str) -> bool:
 
 
 def _prepare(server_args: Any) -> None:
-    """Check the resolved settings and patch the server before its ranks start; see the module docstring."""
+    """Check the resolved settings and patch the server before its ranks start; see the module docstring.
+
+    Raises:
+        ConfigError: the engine has no HTTP server, or its release, a setting, an environment variable or the checkpoint
+            does not fit Windlass.
+    """
     settings = _resolved(server_args)
     for warning in check_installed(RELEASES):
         _log.warning("%s", warning)

@@ -384,7 +384,9 @@ class ShardCheckpointManager(CheckpointEngineManager):  # type: ignore[misc]
         return sent["metrics"]
 
     async def _send(self, global_steps: int | None, *, only_joins: bool = False) -> Sent:
-        """Call `send_weights` of every actor rank, and return the result of rank 0. Raises as `update_weights` does.
+        """Call `send_weights` of every actor rank, and return the result of rank 0.
+
+        For the errors, see `update_weights`.
 
         Args:
             global_steps: see `update_weights`.

@@ -146,7 +146,11 @@ class ColocatedEngine:
         self.llm.llm_engine.model_executor.driver_worker.weight_transfer_engine.shutdown()
 
     def _order(self, step: RankStep, token: str = "") -> str:
-        """Make the rank carry out one step of joining a fleet; return the text of its answer (`RankAnswer.said`)."""
+        """Make the rank carry out one step of joining a fleet; return the text of its answer (`RankAnswer.said`).
+
+        Raises:
+            EngineRefused: the step failed in a rank of the engine.
+        """
         order = RankOrder(step=step, settings=self._settings, token=token, pauses_itself=False)
         told = self.llm.collective_rpc(
             ORDERS, args=(str(step), msgspec.json.encode(order).decode())

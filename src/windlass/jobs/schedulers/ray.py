@@ -82,7 +82,7 @@ class RayBackend(ClusterBackend):
         self._opened = False
 
     async def open(self) -> None:
-        """Connect to the cluster or start one on this host; see `ClusterBackend.open`.
+        """Connect to the cluster or start one on this host. For the errors, see `ClusterBackend.open`.
 
         Remove the tokens from the environment of this process. If this method starts a cluster, also set the variable
         `NICENESS` in this environment.

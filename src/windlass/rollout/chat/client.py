@@ -107,7 +107,7 @@ def set_reward(
 def _ask(
     base_url: str, path: str, token: str, body: Callable[[float], object], *, deadline_s: float
 ) -> HttpReply:
-    """Repeat a POST request until its status is 200, and return the reply; see `set_reward` for errors.
+    """Repeat a POST request until its status is 200, and return the reply. For the errors, see `set_reward`.
 
     `body` returns the body of one request; its argument is the number of seconds that are left.
     """

@@ -358,9 +358,10 @@ class ChatSession:
             _cancel(job)
 
     async def _answer(self, call: Call, on_delta: Callable[[Delta], None] | None) -> list[Choice]:
-        """Generate and record the answers, see `answer`. If an answer fails, remove the turns of all answers.
+        """Generate and record the answers. If an answer fails, remove the turns of all answers.
 
-        If the engine refuses the request, the attempt continues. Every other `RolloutError` ends the attempt.
+        If the engine refuses the request, the attempt continues. Every other `RolloutError` ends the attempt. For the
+        errors, see `answer`.
         """
         prompt = await self._prompt(call)
         sampling = self._within_context(call.sampling, len(prompt.ids))
@@ -385,7 +386,7 @@ class ChatSession:
         sampling: SamplingParams,
         on_delta: Callable[[Delta], None] | None,
     ) -> list[Choice]:
-        """Generate and record the answers to a prompt, see `_answer`. Count their tokens."""
+        """Generate and record the answers to a prompt, and count their tokens. For the errors, see `answer`."""
         is_open = await asyncio.to_thread(self._opens_reasoning, prompt)
         watched = [
             _Watched(Showing(self._text, call, index, self._marks, is_open=is_open))
