@@ -128,6 +128,9 @@ class DiskSender:
         """Write this rank's parameters to one file. All engines read this file; see `SenderBackend.write`.
 
         If the file cannot be written, all links fail.
+
+        Raises:
+            RoundAborted: this rank has no link to one of the destinations.
         """
         check_destinations(self._source.programs, destinations)
         pack_s, self._pack_s = self._pack_s, 0.0
@@ -161,6 +164,10 @@ class DiskReceiver:
         """Bind the plan to a shadow copy.
 
         Return a binding that names the folder and contains no memory addresses.
+
+        Raises:
+            PlanError: the plan quantises tensors, or is for another layout.
+            TransferError, TransportUnavailable, OSError: see `Destination.bind`.
         """
         refuse_transforms(self._destination.manifest.worker, plan)
         self._destination.bind(plan, shadow=True, staged=False)
@@ -170,6 +177,9 @@ class DiskReceiver:
         """Read the boxes of this rank from the files of all sources in `expected`, and compare the digests.
 
         The boxes are read into the shadow copy. Return the sources with a wrong digest or an unreadable file.
+
+        Raises:
+            TransferError: see `read_boxes` and `Destination.verify`.
         """
         indices, unreadable = [], []
         for source in sorted(expected):

@@ -250,7 +250,11 @@ class CollectiveSender:
         destinations: Sequence[str],
         deadline_s: float,
     ) -> Written:
-        """Broadcast the buckets; see `SenderBackend.write`. All links succeed or fail together."""
+        """Broadcast the buckets; see `SenderBackend.write`. All links succeed or fail together.
+
+        Raises:
+            RoundAborted: this rank has no link to one of the destinations.
+        """
         check_destinations(self._source.programs, destinations)
         deadline = Deadline.after(deadline_s, "broadcast")
         pack_s, self._pack_s = self._pack_s, 0.0
@@ -336,6 +340,10 @@ class CollectiveReceiver:
         """Leave the groups of an earlier plan, and bind the plan. If the mode is STAGED, bind it to a shadow copy.
 
         Return a binding without memory addresses, because the bytes arrive by broadcasts.
+
+        Raises:
+            PlanError: the plan quantises tensors, or is for another layout.
+            TransferError, TransportUnavailable, OSError: see `Destination.bind`.
         """
         self._leave()
         refuse_transforms(self._destination.manifest.worker, plan)

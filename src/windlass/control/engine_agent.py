@@ -85,6 +85,9 @@ class EngineHooks(Protocol):
         """Recompute state that the engine derives from its weights, and drop caches computed with the old weights.
 
         Called after new weights are in place, while the engine is paused.
+
+        Raises:
+            WindlassError: the engine could not recompute a value.
         """
         ...
 

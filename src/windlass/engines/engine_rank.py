@@ -57,6 +57,10 @@ class EngineApi(Protocol):
         Returns:
             True if the engine's scheduler is paused until `resume`. False if the scheduler cannot be
             paused. The engine then stops only while its main loops are blocked.
+
+        Raises:
+            ConfigError: the engine cannot pause in this mode.
+            PeerUnreachable, PeerTimeout: the engine did not pause within `deadline_s`.
         """
         ...
 
@@ -71,6 +75,10 @@ class EngineApi(Protocol):
         """Make the main loop of every rank call `QuiesceGate.block` if `block` is True, else `QuiesceGate.quiesced`.
 
         Return when all these calls have returned. `QuiesceGate.block` returns at the end of the pause.
+
+        Raises:
+            ConfigError: the agent cannot call the main loops of this engine.
+            PeerUnreachable, PeerTimeout: a main loop did not make its call, or did not do so in time.
         """
         ...
 
@@ -78,11 +86,20 @@ class EngineApi(Protocol):
         """Resume generation after `pause`.
 
         The caller must call `QuiesceGate.end` before this call, so that main loops return from `QuiesceGate.block`.
+
+        Raises:
+            ConfigError: the agent cannot call the main loops of this engine.
+            PeerUnreachable, PeerTimeout: the engine did not resume within `deadline_s`.
         """
         ...
 
     def set_version(self, version: int, deadline_s: float) -> None:
-        """Set the version that the engine reports for each token from now on."""
+        """Set the version that the engine reports for each token from now on.
+
+        Raises:
+            ConfigError: the agent cannot call the main loops of this engine.
+            PeerUnreachable, PeerTimeout: the engine did not set the version within `deadline_s`.
+        """
         ...
 
 
@@ -220,6 +237,9 @@ class RankHooks:
         """Release a blocked main loop, and resume the engine if `EngineApi.pause` paused its scheduler.
 
         The caller may repeat this after an error; see `EngineHooks.resume`.
+
+        Raises:
+            WindlassError: see `EngineApi.resume`.
         """
         self._gate.end()
         if self._api is None or not self._paused:
@@ -236,6 +256,9 @@ class RankHooks:
         """Compute again all values of this rank that are derived from received weights; see `Captured.finalise`.
 
         Record that the weights are no longer lost.
+
+        Raises:
+            UnsupportedLayout, TransferFailed: see `Captured.finalise`.
         """
         if self._captured is not None:
             self._captured.finalise(self._kept())
@@ -261,6 +284,9 @@ class RankHooks:
 
         If the engine's scheduler is paused, release a blocked main loop first, so that the loop can carry out the call
         that sets the version. The loop runs no step, because the scheduler stays paused.
+
+        Raises:
+            WindlassError: see `EngineApi.set_version`.
         """
         if self._paused:
             self._gate.end()

@@ -109,7 +109,7 @@ class FleetSync:
             undo.pop_all()
 
     def send_weights(self, version: int) -> SentWeights:
-        """Publish the current weights to every server; see `WeightSync.send_weights`."""
+        """Publish the current weights to every server. For the errors, see `WeightSync.send_weights`."""
         self._num_sent += 1
         going = f"send/{self._num_sent}"
         reasons: Mapping[str, str] = {}

@@ -74,12 +74,20 @@ class DatasetRecipe(Recipe):
 
     @cached_property
     def rows(self) -> Sequence[Row]:
-        """Rows of the data set. A subclass may replace them, for example to filter or to generate rows."""
+        """Rows of the data set. A subclass may replace them, for example to filter or to generate rows.
+
+        Raises:
+            ConfigError: the data set cannot be loaded; see `load_rows`.
+        """
         return load_rows(self.data.path, name=self.data.name, split=self.data.split)
 
     @cached_property
     def evaluation_rows(self) -> Sequence[Row]:
-        """Rows of evaluations. A subclass may replace them."""
+        """Rows of evaluations. A subclass may replace them.
+
+        Raises:
+            ConfigError: the data set cannot be loaded; see `load_rows`.
+        """
         data = self.data
         return load_rows(data.evaluation, name=data.name, split=data.evaluation_split)
 
@@ -108,7 +116,11 @@ class DatasetRecipe(Recipe):
         return ({"role": "system", "content": data.system}, user) if data.system else (user,)
 
     def tasks(self) -> Iterator[Task]:
-        """Yield the tasks of the rows from the current position on, epoch by epoch. Each task advances the position."""
+        """Yield the tasks of the rows from the current position on, epoch by epoch. Each task advances the position.
+
+        Raises:
+            ConfigError: `task` refuses a row; the message contains the number of the row.
+        """
         data = self.data
         for epoch in itertools.count(self._epoch):
             if data.epochs and epoch >= data.epochs:

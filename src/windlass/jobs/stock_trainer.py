@@ -266,7 +266,10 @@ def write_checkpoint(
 
 
 def main(arguments: Sequence[str]) -> None:
-    """Run commands of the job's train controller until it sends `Stop`. Use one thread if OMP_NUM_THREADS is not set."""
+    """Run commands of the job's train controller until it sends `Stop`. Use one thread if OMP_NUM_THREADS is not set.
+
+    For the errors, see `run_train_worker`.
+    """
     if not environment_value("OMP_NUM_THREADS"):
         torch.set_num_threads(1)
     (settings,) = arguments

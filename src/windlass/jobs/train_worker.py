@@ -218,7 +218,11 @@ class TrainContext:
 
 
 class TrainEngine(Protocol):
-    """Interface that user code implements. Every rank has one engine; each method runs on all ranks, in one thread."""
+    """Interface that user code implements. Every rank has one engine; each method runs on all ranks, in one thread.
+
+    A method other than `close` may raise any exception. The rank reports the exception to the `TrainController`, whose call then raises
+    TrainerError, and waits for the next command.
+    """
 
     def setup(self, context: TrainContext) -> tuple[int, int]:
         """Build model and optimiser; return (data-parallel rank, data-parallel size).

@@ -377,7 +377,7 @@ class _CudaPack(GpuTables):
         self._gpu.finish(deadline_s)
 
     def pack_and_hash(self, deadline_s: float) -> str:
-        """Pack all turns, hash the whole link, and wait for the GPU; see `LinkPack.pack_and_hash`."""
+        """Pack all turns, hash the whole link, and wait for the GPU. For the errors, see `LinkPack.pack_and_hash`."""
         self._queue_digest(self._words, self._direct, itertools.chain.from_iterable(self._packed))
         self._gpu.finish(deadline_s)
         return _digest_sent(self._gpu, self._words, self._program)

@@ -211,7 +211,7 @@ class _HostPack:
         self.turns, self._ops = turns.parts, turns.work
 
     def pack(self, turn: int, deadline_s: float) -> None:  # noqa: ARG002
-        """Pack the parts of a turn into their place; see `LinkPack.pack`."""
+        """Pack the parts of a turn into their place. For the errors, see `LinkPack.pack`."""
         for op, part in zip(self._ops[turn], self.turns[turn], strict=True):
             pack_op(op, int(self._addresses[op.src_parameter]), part.address)
 

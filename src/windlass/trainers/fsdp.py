@@ -106,6 +106,9 @@ def step_stream(memory_at: int) -> Callable[[], int] | None:
     """Return a function that returns the calling thread's current CUDA stream on one GPU.
 
     `memory_at` is an address on this GPU. Return None if it is 0 or an address in host memory.
+
+    Raises:
+        TransferFailed: the driver does not report the GPU of the address.
     """
     if not memory_at or (ordinal := gpu_of(memory_at)) < 0:
         return None

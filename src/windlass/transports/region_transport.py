@@ -44,7 +44,7 @@ class RegionTransport(OneSidedTransport):
         return self._endpoint
 
     def register_all(self, spans: Sequence[tuple[int, int]]) -> tuple[MemoryRegion, ...]:
-        """Register all spans, or none of them; see `OneSidedTransport.register_all`."""
+        """Register all spans, or none of them. For the errors, see `OneSidedTransport.register_all`."""
         with self._lock, self._current():
             # Check before the library registers anything.
             self.table.check_free(spans)

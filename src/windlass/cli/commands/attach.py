@@ -29,7 +29,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Carry out the controller's commands for a running SGLang server, until a signal ends this process."""
+    """Carry out the controller's commands for a running SGLang server, until a signal ends this process.
+
+    Raises:
+        ConfigError: there is no valid token (`control_token`), or `--layout` is no layout file.
+        WindlassError: the server or the controller refused or did not answer; see `attach`.
+    """
     from windlass.engines.launch import exit_at_signal
     from windlass.engines.sglang.outside import Attach, attach
     from windlass.engines.sglang.table import LayoutFile

@@ -64,7 +64,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Print every finding; return 1 if a required check fails or the framework cannot load Windlass."""
+    """Print every finding; return 1 if a required check fails or the framework cannot load Windlass.
+
+    Raises:
+        ConfigError: `--engine-flags` does not start with the name of an engine, or lacks a closing quotation mark.
+    """
     console = plain_console(stderr=True)
     progress = Progress(lambda _: None, is_shown=True)
     with LiveView(console, progress.text, is_transient=True):

@@ -32,7 +32,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Run the job; return 0, or 128 plus the signal's number if a signal ended the job."""
+    """Run the job; return 0, or 128 plus the signal's number if a signal ended the job.
+
+    Raises:
+        ConfigError: a check of the job found a mistake, or a variable for logging has an unknown value.
+        WindlassError: the job failed; see `run_job`.
+    """
     configure_logging("controller")
     console = plain_console(stderr=True)
     # The view shows a slow operation while it runs. If no view can be drawn, `Progress` logs it

@@ -71,7 +71,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Start a controller, print its URL, and serve until SIGTERM or SIGINT."""
+    """Start a controller, print its URL, and serve until SIGTERM or SIGINT.
+
+    Raises:
+        ConfigError: an option or a variable of the environment has a wrong value, or there is no valid token.
+    """
     configure_logging("controller")
     config = ControlConfig(
         mode=UpdateMode(args.mode),

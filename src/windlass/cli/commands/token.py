@@ -16,7 +16,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Print the environment variables that a process of this role needs, one per line."""
+    """Print the environment variables that a process of this role needs, one per line.
+
+    Raises:
+        ConfigError: there is no valid token; see `control_token`.
+    """
     for name, value in role_environment(control_token(), Access(args.role)).items():
         print(f"{name}={value}")
     return 0

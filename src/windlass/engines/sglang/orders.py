@@ -251,6 +251,9 @@ class SglangApi:
         If the weights are lost, the request that wakes them contains the order. No session is needed then, because the
         weights have no values to unpack and post-process. With pipeline stages, also wait until every stage has noticed
         that no request is left.
+
+        Raises:
+            PeerUnreachable, PeerTimeout: the server refused the order, a rank failed, or the server did not answer in time.
         """
         blocked_s = deadline_s if block else None
         answered_s = None if block else deadline_s
@@ -269,13 +272,21 @@ class SglangApi:
             self._server.post(f"/flush_cache?timeout={waits_s}", {}, deadline_s)
 
     def resume(self, deadline_s: float) -> None:
-        """Resume generation; see `EngineApi.resume`. If the round woke the weights, first wake all other memory."""
+        """Resume generation; see `EngineApi.resume`. If the round woke the weights, first wake all other memory.
+
+        Raises:
+            PeerUnreachable, PeerTimeout: the server did not resume.
+        """
         if self._sleep is not None and self._is_turn:
             self._sleep.go_on(deadline_s)
             return
         self._server.post("/continue_generation", {}, deadline_s)
 
     def set_version(self, version: int, deadline_s: float) -> None:
-        """Set the version without aborting running requests; see `EngineApi.set_version`."""
+        """Set the version without aborting running requests; see `EngineApi.set_version`.
+
+        Raises:
+            PeerUnreachable, PeerTimeout: the server did not set the version.
+        """
         body = {"new_version": str(version), "abort_all_requests": False}
         self._server.post("/update_weight_version", body, deadline_s)

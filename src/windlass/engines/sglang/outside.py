@@ -323,6 +323,9 @@ class OutsideHooks:
         """On rank 0, resume the server if `pause` has paused it. Do nothing on other ranks.
 
         If the update has set no version, first restore the weight version that the server had before the pause.
+
+        Raises:
+            PeerUnreachable, PeerTimeout: the server did not answer a request with success, or not in time.
         """
         if self._rank or not self._before:
             return
@@ -335,7 +338,11 @@ class OutsideHooks:
         """Do nothing. A layout with computed tensors was refused before, and `pause` has emptied the server's caches."""
 
     def set_version(self, version: int, deadline_s: float) -> None:
-        """On rank 0, set the version that the server reports. Do nothing on other ranks."""
+        """On rank 0, set the version that the server reports. Do nothing on other ranks.
+
+        Raises:
+            PeerUnreachable, PeerTimeout: the server did not set the version.
+        """
         if self._rank == 0:
             self._set_label(str(version), deadline_s)
 

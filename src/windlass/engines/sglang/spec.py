@@ -258,7 +258,12 @@ def require_pull(transport: str) -> None:
 
 
 def send_step(server: EngineHttp, step: RankStep, settings: AgentSettings, folder: str) -> None:
-    """Order every rank of a server to carry out a step; see `windlass.engines.rank_reports.SendStep`."""
+    """Order every rank of a server to carry out a step; see `windlass.engines.rank_reports.SendStep`.
+
+    Raises:
+        ConfigError: the step is a capture, and the server has a wrong setting (`check_server`).
+        PeerUnreachable, PeerTimeout: the server refused the order, a rank failed, or the server did not answer in time.
+    """
     from windlass.engines.sglang.orders import Step, order_ranks
 
     stages = 1

@@ -116,7 +116,11 @@ class GenerateRoute:
         self._app = app
 
     def to_inner(self, request: _Request) -> dict[str, object]:
-        """Convert a request of `/generate` into a request of vLLM's route."""
+        """Convert a request of `/generate` into a request of vLLM's route.
+
+        Raises:
+            ConfigError: the request has images, and this release of vLLM takes none.
+        """
         # vLLM finds stop texts only in detokenized answers.
         sampling = {**_sampling(request), "detokenize": bool(request.sampling_params.stop)}
         inner = {"token_ids": request.input_ids, "sampling_params": sampling, **_named(request)}

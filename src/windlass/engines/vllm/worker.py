@@ -134,7 +134,11 @@ class VllmApi:
         self._server.post(f"/sleep?level=2&mode={_SLEEPS[mode]}", {}, deadline_s)
 
     def quiesce(self, pause_id: str, deadline_s: float, *, block: bool) -> None:
-        """Call `windlass_quiesce` in every worker, and return when all workers have returned; see `EngineApi.quiesce`."""
+        """Call `windlass_quiesce` in every worker, and return when all workers have returned; see `EngineApi.quiesce`.
+
+        Raises:
+            ConfigError, PeerTimeout, PeerUnreachable: see `EngineApi.quiesce`.
+        """
         if not block and self._server is None and not self._rests:
             # The trainer's call of `/update_weights` blocks the loops.
             return
@@ -147,7 +151,11 @@ class VllmApi:
             self._is_blocking = False
 
     def resume(self, deadline_s: float) -> None:
-        """Resume the scheduler; see `EngineApi.resume`. First wake all memory if the server slept."""
+        """Resume the scheduler; see `EngineApi.resume`. First wake all memory if the server slept.
+
+        Raises:
+            ConfigError, PeerTimeout, PeerUnreachable: see `EngineApi.resume`.
+        """
         if self._rests:
             self._call(GO_ON, [], deadline_s)
             self._rests = False
@@ -159,6 +167,9 @@ class VllmApi:
 
         Do nothing if the main loop is blocked, because `windlass_quiesce` then returns the version to the EngineCore.
         If this agent cannot call the server's routes, set the version only if the server slept before the pause.
+
+        Raises:
+            ConfigError, PeerTimeout, PeerUnreachable: see `EngineApi.set_version`.
         """
         if self._is_blocking or (self._server is None and not self._rests):
             return

@@ -113,7 +113,7 @@ class OwnSender:
 
 
 def main(words: Sequence[str]) -> None:
-    """Run commands of the train controller until it sends `Stop`."""
+    """Run commands of the train controller until it sends `Stop`. For the errors, see `run_train_worker`."""
     saving = make_saving(*words)
     sender = OwnSender(saving)
     run_train_worker(

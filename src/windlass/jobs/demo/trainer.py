@@ -213,7 +213,7 @@ def run_rank(
     """Run commands of the job's train controller until it sends `Stop`.
 
     `make` returns the rank's `TrainEngine`, as `saving_engine` of this file does. The other arguments are the words of
-    the script's command line.
+    the script's command line. For the errors, see `run_train_worker`.
     """
     run_train_worker(make(Path(model), Path(versions_dir), int(seed), device, float(learning_rate)))
 

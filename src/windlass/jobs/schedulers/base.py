@@ -131,7 +131,8 @@ class ClusterBackend(Protocol):
 
         Raises:
             ConfigError: the program does not exist.
-            PeerUnreachable: the reservation ended before it was granted.
+            PeerUnreachable: the reservation ended before it was granted, or its node died.
+            PeerTimeout: the node did not answer.
         """
         ...
 

@@ -144,7 +144,10 @@ class RayBackend(ClusterBackend):
         return reservation
 
     async def launch(self, reservation: str, spec: ProcessSpec) -> int:
-        """Wait until the launcher on the process's node runs, and let it start the process; return the pid on that node."""
+        """Wait until the launcher on the process's node runs, and let it start the process; return the pid on that node.
+
+        For the errors, see `ClusterBackend.launch`.
+        """
         launcher = self._launcher_of[spec.name] = self._launchers[reservation][spec.node]
         # No deadline: the reservation may stay queued, and only the scheduler's background task waits here. A caller
         # waits in `Scheduler.wait_healthy`, which has a deadline.

@@ -238,12 +238,20 @@ class Device:
         return bytes(_call(name, self._device).bytes).hex()
 
     def memory(self) -> tuple[int, int]:
-        """Return the free bytes and all bytes of the device."""
+        """Return the free bytes and all bytes of the device.
+
+        Raises:
+            TransferFailed: the driver returned an error.
+        """
         free, total = self.call("cuMemGetInfo")
         return int(free), int(total)
 
     def synchronize(self) -> None:
-        """Wait for all work that this process has queued on the device, through any library."""
+        """Wait for all work that this process has queued on the device, through any library.
+
+        Raises:
+            TransferFailed: the driver returned an error, for example the error of a kernel.
+        """
         self.call("cuCtxSynchronize")
 
     def record(self, stream: int) -> Event:
@@ -274,7 +282,11 @@ class Device:
             _call("cuCtxPopCurrent")
 
     def enable_peer(self, other: Device) -> None:
-        """Allow kernels of this device to access memory of `other` in this process. Idempotent."""
+        """Allow kernels of this device to access memory of `other` in this process. Idempotent.
+
+        Raises:
+            TransferFailed: the driver returned an error.
+        """
         with self.current():
             (code,) = driver().cuCtxEnablePeerAccess(other._context, 0)
         if code != driver().CUresult.CUDA_ERROR_PEER_ACCESS_ALREADY_ENABLED:
@@ -327,12 +339,20 @@ class Device:
         self.call("cuMemcpyAsync", target, source, nbytes, stream.handle)
 
     def allocation(self, address: int) -> tuple[int, int]:
-        """Return the start and the size in bytes of the allocation that contains `address`."""
+        """Return the start and the size in bytes of the allocation that contains `address`.
+
+        Raises:
+            TransferFailed: the driver returned an error.
+        """
         base, size = self.call("cuMemGetAddressRange", address)
         return int(base), int(size)
 
     def export(self, address: int) -> bytes:
-        """Return the IPC handle of the allocation that begins at `address`."""
+        """Return the IPC handle of the allocation that begins at `address`.
+
+        Raises:
+            TransferFailed: the driver returned an error.
+        """
         handle = self.call("cuIpcGetMemHandle", address)
         return ctypes.string_at(handle.getPtr(), IPC_HANDLE_NBYTES)
 
@@ -343,6 +363,9 @@ class Device:
 
         Args:
             handle: IPC handle that the peer's `export` returned.
+
+        Raises:
+            TransferFailed: the driver returned an error.
         """
         made = driver().CUipcMemHandle()
         # Copy the handle's bytes by address: some releases of cuda-bindings lack the field `reserved`.
@@ -382,7 +405,11 @@ class Device:
         return self.call("cuModuleLoadData", image)
 
     def function(self, module: object, name: str) -> object:
-        """Return a kernel of a module that `load` returned."""
+        """Return a kernel of a module that `load` returned.
+
+        Raises:
+            TransferFailed: the module has no kernel of this name.
+        """
         code, found = driver().cuModuleGetFunction(module, name.encode())
         _check(code, f"cuModuleGetFunction({name})")
         return found
