@@ -197,7 +197,8 @@ async def test_status_shows_the_reason_of_a_left_out_engine_until_it_serves_agai
         await rig.connect(fake_hello(engine_manifest("b/0", 2), group="b"), Wrong(rank))
         assert (await rig.publish(0)).engines == ("a",)
         assert engine_of(rig, "b")["reason"] == (
-            "b/0 reported wrong bytes from workers without a link to this rank"
+            "b/0 reported wrong bytes from workers without a link to this rank; it waits for the next version, because no "
+            "engine can send it version 0: a cannot send its weights"
         )
         assert (await rig.publish(1)).engines == ("a", "b")
         assert engine_of(rig, "b")["reason"] == ""
