@@ -220,8 +220,8 @@ class TrainContext:
 class TrainEngine(Protocol):
     """Interface that user code implements. Every rank has one engine; each method runs on all ranks, in one thread.
 
-    A method other than `close` may raise any exception. The rank reports the exception to the `TrainController`, whose call then raises
-    TrainerError, and waits for the next command.
+    A method other than `close` may raise any exception. The rank reports it to the `TrainController` and waits for the next
+    command. The call of the `TrainController` then raises TrainerError.
     """
 
     def setup(self, context: TrainContext) -> tuple[int, int]:
