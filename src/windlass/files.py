@@ -19,7 +19,7 @@ from windlass.errors import ConfigError, text_of
 
 
 @contextmanager
-def replacing(path: Path, mode: int = 0o666) -> Iterator[BinaryIO]:
+def replacing(path: Path, mode: int = 0o666, *, is_durable: bool = False) -> Iterator[BinaryIO]:
     """Yield a new file, and move it to `path` at the end of the `with` block.
 
     If the block raises, `path` is unchanged. A symbolic link at `path` is replaced, not followed, because another user
@@ -28,6 +28,7 @@ def replacing(path: Path, mode: int = 0o666) -> Iterator[BinaryIO]:
     Args:
         path: path of the finished file, in an existing folder.
         mode: permissions of the file, before the umask is applied.
+        is_durable: whether the file and its name are on disk after the block, so that a power cut loses neither.
 
     Raises:
         OSError: the folder is missing, not writable, or full.
@@ -38,11 +39,25 @@ def replacing(path: Path, mode: int = 0o666) -> Iterator[BinaryIO]:
     try:
         with os.fdopen(opened, "wb") as file:
             yield file
+            if is_durable:
+                file.flush()
+                os.fsync(file.fileno())
         temporary.replace(path)
+        if is_durable:
+            sync_directory(path.parent)
     except BaseException:
         # `BaseException`: also delete the incomplete file after Ctrl-C.
         temporary.unlink(missing_ok=True)
         raise
+
+
+def sync_directory(path: Path) -> None:
+    """Sync a directory to disk. Without this call, a new or renamed file in it may be lost in a power cut."""
+    descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
 
 
 def write_file(path: Path, content: bytes) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, cast
+from typing import Any, TypeGuard, TypeVar
 
 import msgspec
 
@@ -14,17 +14,18 @@ from windlass.errors import ConfigError
 NUM_SEEDS = 1 << 31
 """Number of seeds; every engine accepts seeds in [0, `NUM_SEEDS`)."""
 _LARGEST_BIAS = 100.0
+_T = TypeVar("_T")
 _REGEX_SIGNS = re.compile(r"([\\^$.|?*+()\[\]{}])")
 
 
-def is_integer(value: object) -> bool:
+def is_integer(value: object) -> TypeGuard[int]:
     """Return whether a value is a Python integer."""
     return isinstance(value, int) and not isinstance(value, bool)
 
 
 def is_count(value: object) -> bool:
     """Return whether a value is an integer of at least 1."""
-    return isinstance(value, int) and not isinstance(value, bool) and value >= 1
+    return is_integer(value) and value >= 1
 
 
 def is_number(value: object) -> bool:
@@ -143,14 +144,14 @@ def _is_bias(bias: object) -> bool:
     )
 
 
-def _are_all(values: object, kind: type) -> bool:
+def _are_all(values: object, kind: type[_T]) -> TypeGuard[Sequence[_T]]:
     """Return whether `values` is a tuple or list of values of this type."""
     return isinstance(values, tuple | list) and all(isinstance(each, kind) for each in values)
 
 
 def _are_texts(values: object) -> bool:
     """Return whether `values` is a tuple or list of texts that are not empty."""
-    return _are_all(values, str) and all(cast("Sequence[str]", values))
+    return _are_all(values, str) and all(values)
 
 
 _Rule = tuple[Callable[[Any], bool], str]

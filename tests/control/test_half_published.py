@@ -6,6 +6,8 @@ The ranks and the controllers are real processes.
 from __future__ import annotations
 
 import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +24,24 @@ from windlass.control.session import AgentSession
 from windlass.net.messages import Envelope
 
 DEADLINES = PhaseDeadlines(connect_s=20, write_s=6, fleet_s=30)
+
+
+@asynccontextmanager
+async def serving_version_1(
+    mode: UpdateMode,
+) -> AsyncIterator[tuple[windlass.Controller, Fleet]]:
+    """Yield a controller in this process, and its fleet: one engine of three ranks that serves version 1."""
+    config = ControlConfig(mode=mode, deadlines=DEADLINES)
+    async with windlass.Controller(token=TOKEN, config=config) as controller:
+        fleet = Fleet(controller.url, 1)
+        try:
+            fleet.add_engine("engine", 3)
+            fleet.add_trainers()
+            await fleet.ready()
+            assert (await fleet.publish(1))[:2] == ("published", [])
+            yield controller, fleet
+        finally:
+            fleet.close()
 
 
 @pytest.mark.parametrize("mode", list(UpdateMode))
@@ -70,24 +90,15 @@ async def test_restarted_controller_completes_a_half_published_version(
 async def test_engine_is_completed_after_a_rank_is_cut_off_in_publish(
     mode: UpdateMode, rank: int, answered: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    config = ControlConfig(mode=mode, deadlines=DEADLINES)
-    async with windlass.Controller(token=TOKEN, config=config) as controller:
-        fleet = Fleet(controller.url, 1)
-        try:
-            fleet.add_engine("engine", 3)
-            fleet.add_trainers()
-            await fleet.ready()
-            assert (await fleet.publish(1))[:2] == ("published", [])
-            with monkeypatch.context() as patch:
-                cut_off(patch, f"engine/{rank}", at=Publish, answered=answered)
-                assert (await fleet.publish(5)).outcome == "RoundAborted"
-                await controller.wait_for_version(5, engines=["engine"], deadline_s=20)
-            assert await fleet.held("engine") == [(5, "5", False)] * 3
-            assert not controller.coordinator.fleet.published_by
-            assert (await fleet.publish(6))[:2] == ("published", [])
-            assert await fleet.held("engine") == [(6, "6", False)] * 3
-        finally:
-            fleet.close()
+    async with serving_version_1(mode) as (controller, fleet):
+        with monkeypatch.context() as patch:
+            cut_off(patch, f"engine/{rank}", at=Publish, answered=answered)
+            assert (await fleet.publish(5)).outcome == "RoundAborted"
+            await controller.wait_for_version(5, engines=["engine"], deadline_s=20)
+        assert await fleet.held("engine") == [(5, "5", False)] * 3
+        assert not controller.coordinator.fleet.published_by
+        assert (await fleet.publish(6))[:2] == ("published", [])
+        assert await fleet.held("engine") == [(6, "6", False)] * 3
 
 
 async def test_engine_is_completed_before_the_next_version_pauses_it(
@@ -102,23 +113,13 @@ async def test_engine_is_completed_before_the_next_version_pauses_it(
             told.append(f"{session.peer} {type(frame.command).__name__} {frame.epoch}")
         await send(session, frame, **deadline)
 
-    async with windlass.Controller(
-        token=TOKEN, config=ControlConfig(deadlines=DEADLINES)
-    ) as controller:
-        fleet = Fleet(controller.url, 1)
-        try:
-            fleet.add_engine("engine", 3)
-            fleet.add_trainers()
-            await fleet.ready()
-            assert (await fleet.publish(1))[:2] == ("published", [])
-            with monkeypatch.context() as patch:
-                cut_off(patch, "engine/1", at=Publish, answered=False)
-                assert (await fleet.publish(5)).outcome == "RoundAborted"
-            monkeypatch.setattr(AgentSession, "send", record)
-            assert (await fleet.publish(6))[:2] == ("published", [])
-            kinds = [line.split()[:2] for line in told]
-            completed = kinds[: kinds.index(["engine/0", "Pause"])]
-            assert completed == [[f"engine/{i}", "Publish"] for i in (1, 2, 0)]
-            assert await fleet.held("engine") == [(6, "6", False)] * 3
-        finally:
-            fleet.close()
+    async with serving_version_1(UpdateMode.IN_PLACE) as (_, fleet):
+        with monkeypatch.context() as patch:
+            cut_off(patch, "engine/1", at=Publish, answered=False)
+            assert (await fleet.publish(5)).outcome == "RoundAborted"
+        monkeypatch.setattr(AgentSession, "send", record)
+        assert (await fleet.publish(6))[:2] == ("published", [])
+        kinds = [line.split()[:2] for line in told]
+        completed = kinds[: kinds.index(["engine/0", "Pause"])]
+        assert completed == [[f"engine/{i}", "Publish"] for i in (1, 2, 0)]
+        assert await fleet.held("engine") == [(6, "6", False)] * 3

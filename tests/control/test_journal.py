@@ -26,6 +26,7 @@ from windlass.control.messages import MAX_COUNT
 from windlass.control.report import RoundOutcome
 from windlass.control.routes import status_of
 from windlass.errors import ConfigError
+from windlass.files import sync_directory
 from windlass.net import journal_file
 from windlass.net.journal_file import add_checksum
 
@@ -237,11 +238,7 @@ def test_compaction_syncs_the_file_then_the_name_then_the_next_entry(
     monkeypatch.setattr(journal, "COMPACT_NBYTES", 400)
     monkeypatch.setattr(journal, "KEPT_ENTRIES", 2)
     calls: list[str] = []
-    real_replace, real_sync, real_directory = (
-        Path.replace,
-        os.fdatasync,
-        journal_file.sync_directory,
-    )
+    real_replace, real_sync, real_directory = Path.replace, os.fdatasync, sync_directory
 
     def replace(self: Path, target: Path) -> Path:
         calls.append("replace")

@@ -276,17 +276,10 @@ def _write_durably(path: Path, chunks: Iterable[bytes | memoryview]) -> tuple[in
         OSError: the file system reported an error.
     """
     digest, nbytes = xxhash.xxh3_128(), 0
-    with replacing(path, OWNERS_FILE) as file:
+    with replacing(path, OWNERS_FILE, is_durable=True) as file:
         for chunk in chunks:
             digest.update(chunk)
             nbytes += file.write(chunk)
-        file.flush()
-        os.fsync(file.fileno())
-    descriptor = os.open(path.parent, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
     return nbytes, digest.hexdigest()
 
 

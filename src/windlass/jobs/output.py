@@ -90,11 +90,9 @@ class OutputFolder:
         The caller must first have waited until all ranks have saved into the folder.
         """
         folder = self.checkpoint_folder(checkpoint.steps)
-        with replacing(folder / CHECKPOINT_RECORD) as record:
+        # `prune` deletes older checkpoints next, so this record must survive a power cut.
+        with replacing(folder / CHECKPOINT_RECORD, is_durable=True) as record:
             record.write(msgspec.json.encode(checkpoint))
-            # `prune` deletes older checkpoints next. After a power cut, the name must not stand for an empty file.
-            record.flush()
-            os.fsync(record.fileno())
         return folder
 
     def checkpoint_folder(self, steps: int) -> Path:

@@ -292,7 +292,7 @@ class TrainController:
         await self._wait_for_all(joins, deadline)
         left_s = max(deadline.remaining_s, 0.1)
         setup = Setup(*self._store, left_s, self._sampling, collective_s)
-        answers = await self._in_turn(lambda: self._collective([setup] * len(self._ranks), left_s))
+        answers = await self._order([setup] * len(self._ranks), left_s)
         for rank, done in zip(self._ranks, answers, strict=True):
             if not 0 <= done.data_parallel_rank < done.data_parallel_size <= len(self._ranks):
                 raise TrainerError(
@@ -485,7 +485,7 @@ class TrainController:
             TrainerError: see `train_step`.
         """
         saves = [Save(str(path))] * len(self._ranks)
-        await self._in_turn(lambda: self._collective(saves, deadline_s))
+        await self._order(saves, deadline_s)
 
     async def load(self, path: str | Path, *, deadline_s: float) -> None:
         """Let all ranks load the checkpoint that `save` wrote into the folder `path`.
@@ -494,7 +494,7 @@ class TrainController:
             TrainerError: see `train_step`.
         """
         loads = [Load(str(path))] * len(self._ranks)
-        await self._in_turn(lambda: self._collective(loads, deadline_s))
+        await self._order(loads, deadline_s)
 
     async def call(
         self, operation: str, argument: object = None, *, deadline_s: float
@@ -515,7 +515,7 @@ class TrainController:
             TrainerError: see `train_step`.
         """
         commands = self._commands(operation, [argument] * len(self._ranks))
-        answers = await self._in_turn(lambda: self._collective(commands, deadline_s))
+        answers = await self._order(commands, deadline_s)
         return tuple(_value_of(rank, done) for rank, done in zip(self._ranks, answers, strict=True))
 
     async def map(
@@ -535,7 +535,7 @@ class TrainController:
         indices = self._shard_indices()
         shards = [list(items[index::size]) for index, size in indices]
         commands = self._commands(operation, shards)
-        answers = await self._in_turn(lambda: self._collective(commands, deadline_s))
+        answers = await self._order(commands, deadline_s)
         found: list[Any] = [None] * len(items)
         for rank, (index, size), shard, answer in reversed(
             list(zip(self._ranks, indices, shards, answers, strict=True))
@@ -595,7 +595,7 @@ class TrainController:
                 await self._in_turn(lambda: self._finish_update(deadline), within_s=grace_s)
                 if self.ranks_started.is_set():
                     stops = [Stop()] * len(self._ranks)
-                    await self._in_turn(lambda: self._collective(stops, grace_s), within_s=grace_s)
+                    await self._order(stops, grace_s, within_s=grace_s)
             except TrainerError as error:
                 _log.warning("trainer ranks did not stop on request: %s", error)
                 self._failure = str(error)
@@ -650,6 +650,14 @@ class TrainController:
         call = self._call = asyncio.create_task(work())
         call.add_done_callback(lambda _: self._lock.release())
         return await asyncio.shield(call)
+
+    async def _order(
+        self, commands: Sequence[TrainCommand], deadline_s: float, *, within_s: float | None = None
+    ) -> tuple[Done, ...]:
+        """Run `_collective` after all earlier calls have ended; see `_in_turn` for `within_s` and the errors."""
+        return await self._in_turn(
+            lambda: self._collective(commands, deadline_s), within_s=within_s
+        )
 
     async def _collective(
         self, commands: Sequence[TrainCommand], deadline_s: float

@@ -23,6 +23,7 @@ import msgspec
 import xxhash
 
 from windlass.errors import DECODE_ERRORS, ConfigError
+from windlass.files import sync_directory
 
 CHECKSUM = b',"xxh3":"%016x"}\n'
 CHECKSUM_NBYTES = len(CHECKSUM % 0)
@@ -301,12 +302,3 @@ def read_entries(
                 raise ConfigError(f"journal {path}: line {number + 1}: {error}") from error
             nbytes += len(line)
     return entries, nbytes
-
-
-def sync_directory(path: Path) -> None:
-    """Sync a directory to disk. Without this call, a new or renamed file in it may be lost in a power cut."""
-    descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

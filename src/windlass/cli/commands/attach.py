@@ -32,7 +32,7 @@ def run(args: argparse.Namespace) -> int:
     """Carry out the controller's commands for a running SGLang server, until a signal ends this process.
 
     Raises:
-        ConfigError: there is no valid token (`control_token`), or `--layout` is no layout file.
+        ConfigError: the token is missing or invalid (`control_token`), or `--layout` is not a layout file.
         WindlassError: the server or the controller refused or did not answer; see `attach`.
     """
     from windlass.engines.launch import exit_at_signal

@@ -267,7 +267,7 @@ def _check_room(args: argparse.Namespace, model: str, *, is_server: bool) -> Non
     """Check that `model` is a file, and that answers fit into the context of the demo's engines.
 
     Raises:
-        ConfigError: the model is no file, or `--max-new-tokens` is below 1 or too large.
+        ConfigError: the model is not a file, or `--max-new-tokens` is below 1 or too large.
     """
     room = MAX_NEW_TOKENS["server" if is_server else "embedded"]
     if not Path(model).is_file():

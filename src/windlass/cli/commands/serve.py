@@ -74,7 +74,7 @@ def run(args: argparse.Namespace) -> int:
     """Start a controller, print its URL, and serve until SIGTERM or SIGINT.
 
     Raises:
-        ConfigError: an option or a variable of the environment has a wrong value, or there is no valid token.
+        ConfigError: an option or a variable of the environment has a wrong value, or the token is missing or invalid.
     """
     configure_logging("controller")
     config = ControlConfig(

@@ -19,7 +19,7 @@ def run(args: argparse.Namespace) -> int:
     """Print the environment variables that a process of this role needs, one per line.
 
     Raises:
-        ConfigError: there is no valid token; see `control_token`.
+        ConfigError: the token is missing or invalid; see `control_token`.
     """
     for name, value in role_environment(control_token(), Access(args.role)).items():
         print(f"{name}={value}")

@@ -87,22 +87,21 @@ class UpdatingEngine(ABC):
             EngineRefused, PeerUnreachable, PeerTimeout: see `WeightSync`.
             UnsupportedLayout: Windlass cannot describe a parameter.
         """
-        servers = _servers_of(engine)
-        can_adapt = self.sends_adapters and _checked(engine).engine == "vllm"
-        _require_supported(self.config, meta, can_adapt)
+        rollout = _checked(engine)
+        _require_supported(self.config, meta, self.sends_adapters and rollout.engine == "vllm")
         self.skip_own_group()
         known = self.rollout_engine
         super().connect_engine(engine, meta)  # type: ignore[misc]
         if self._sync is not None and known is not None:
-            if _servers_of(known) == servers:
+            if _servers_of(_checked(known)) == _servers_of(rollout):
                 return
             self._leave()
-        self._connect(engine)
+        self._connect(rollout)
 
-    def _connect(self, engine: object) -> FleetSync:
-        """Connect to the servers of `engine`, and return the connection. Collective; blocks."""
-        servers = _servers_of(engine)
-        if _checked(engine).engine == "vllm":
+    def _connect(self, rollout: PlainServers | ServersCallback) -> FleetSync:
+        """Connect to the servers of the rollout, and return the connection. Collective; blocks."""
+        servers = _servers_of(rollout)
+        if rollout.engine == "vllm":
             self._sync = plain_servers_sync(
                 self.connect_trainer, servers=servers, pause="abort", deadline_s=DEADLINE_S
             )
@@ -138,7 +137,7 @@ class UpdatingEngine(ABC):
             raise ConfigError(f"update_weights: meta.version must be an integer >= 0, got {meta}")
         # If this rank is offloaded, the context brings its memory back, and calls `offload` again at the end.
         with self._offload_aware_context():
-            sync = self._sync or self._connect(self.rollout_engine)
+            sync = self._sync or self._connect(_checked(self.rollout_engine))
             sent = sync.send_weights(meta.version)
         serving = [url.removeprefix("http://") for url in sent.servers]
         if isinstance(self.rollout_engine, PlainServers):
@@ -206,9 +205,9 @@ class ActorController(PPOActorController):  # type: ignore[misc]
         self.rollout.send_only_to(self._custom_function_call("update_weights", meta=meta))
 
 
-def _servers_of(engine: object) -> list[str]:
+def _servers_of(rollout: PlainServers | ServersCallback) -> list[str]:
     """Return the URLs of the servers, in the same order on every rank."""
-    return [f"http://{address}" for address in sorted(_checked(engine).addresses)]
+    return [f"http://{address}" for address in sorted(rollout.addresses)]
 
 
 def _checked(engine: object) -> PlainServers | ServersCallback:
