@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
-import logging
 import os
-import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -33,20 +31,29 @@ def test_tensorboard_shows_each_step_once_after_a_job_continued(tmp_path: Path) 
     assert [(event.step, event.value) for event in found.Scalars("train/reward")] == expected
 
 
-# The thread of TensorBoard's writer ends with the error.
-@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
-def test_a_log_that_cannot_be_written_ends_no_job(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+# A thread of TensorBoard ends with the error at any later time, so this job is a process of its own.
+UNWRITABLE_JOB = """
+import logging, pathlib, shutil, sys
+from windlass.jobs.metric_logs import FOLDER, LogSection, MetricLogs
+
+logging.basicConfig(stream=sys.stdout)
+folder = pathlib.Path(sys.argv[1])
+logs = MetricLogs(LogSection(tensorboard=True), folder, 1)
+shutil.rmtree(folder / FOLDER)
+for step in (1, 2):
+    logs.add("train", step, {"reward": 0.5})
+logs.close()
+print("the job has ended")
+"""
+
+
+def test_a_log_that_cannot_be_written_ends_no_job(tmp_path: Path) -> None:
     """Regression: the error of the log's close skipped the end of the job, so its summary was not written."""
     pytest.importorskip("tensorboard", reason="the extra tensorboard is not installed")
-    logs = MetricLogs(LogSection(tensorboard=True), tmp_path, 1)
-    shutil.rmtree(tmp_path / FOLDER)
-    with caplog.at_level(logging.WARNING):
-        for step in (1, 2):
-            logs.add("train", step, {"reward": 0.5})
-        logs.close()
-    assert len([each for each in caplog.messages if "not written to TensorBoardLog" in each]) == 1
+    job = [sys.executable, "-c", UNWRITABLE_JOB, str(tmp_path)]
+    done = subprocess.run(job, check=True, timeout=120, capture_output=True, text=True)
+    assert done.stdout.count("not written to TensorBoardLog") == 1
+    assert done.stdout.endswith("the job has ended\n")
 
 
 # Wandb's service writes the last records when the process of the job ends, which may be after `close`.
