@@ -21,9 +21,15 @@ pytestmark = pytest.mark.timeout(600)
 
 COUNTING = """
     import itertools
+    import sys
     import torch
     from windlass.jobs import Recipe, Task
     from windlass.rollout import SamplingParams
+
+    def print(*values, flush):
+        # One write: `load` prints in another thread than the other methods.
+        sys.stdout.write(" ".join(map(str, values)) + "\\n")
+        sys.stdout.flush()
 
     async def two_turns(context):
         first = await context.generate((1, 2, context.arguments))
@@ -232,6 +238,15 @@ def killed_after(recipe: str, step: int) -> str:
     )
 
 
+def killed_with_batch(recipe: str, step: int) -> str:
+    """Return the recipe with a `kill -9` of the job between taking the batch of `step` and training on it."""
+    printed = 'print("TRAIN"'
+    assert recipe.count(printed) == 1
+    return "import os\n" + recipe.replace(
+        printed, f"step == {step} and os.kill(os.getpid(), 9); {printed}"
+    )
+
+
 def kills_rank(recipe: str, step: int) -> str:
     """Return the recipe with a `kill -9` of the trainer rank when the ranks are about to train `step` for the first time."""
     kill = """
@@ -265,7 +280,7 @@ def counting_job(
         COUNTING,
         top=f'steps = 12\nresume = "auto"\n{top}',
         trainer=f"save_every = {save_every}",
-        rollout=f'journal = "{folder}/journal"\nacknowledge = true' if has_journal else "",
+        rollout=f'journal = "{folder}/journal"' if has_journal else "",
         script=script,
     )
     return job, (folder / "recipe.py").read_text()
@@ -301,6 +316,16 @@ def test_a_job_that_is_killed_three_times_trains_each_prompt_once(tmp_path: Path
     trained = run_all(job, recipes, (0, 0, 6, 9))
     # The last weights contain the steps before the checkpoint from which the next run continues.
     kept = [*trained[1][:6], *trained[2][:3], *trained[3]]
+    assert sorted(n for step in kept for n in step) == [*range(1, 25)]
+    assert open_tasks(tmp_path / "journal") == []
+
+
+def test_a_job_that_is_killed_with_a_taken_batch_trains_each_prompt_once(tmp_path: Path) -> None:
+    """Kill the job with a batch that no step has trained on, first behind a checkpoint and then with two steps in between."""
+    job, recipe = counting_job(tmp_path)
+    recipes = [killed_with_batch(recipe, 3), killed_with_batch(recipe, 8), recipe]
+    trained = run_all(job, recipes, (0, 3, 6))
+    kept = [*trained[0][:3], *trained[1][:3], *trained[2]]
     assert sorted(n for step in kept for n in step) == [*range(1, 25)]
     assert open_tasks(tmp_path / "journal") == []
 

@@ -251,7 +251,7 @@ def test_a_job_continues_with_a_journal_of_held_tensors(tmp_path: Path) -> None:
         steps=8,
         top='resume = "auto"',
         trainer="save_every = 2",
-        rollout=f'journal = "{tmp_path}/journal"\nacknowledge = true',
+        rollout=f'journal = "{tmp_path}/journal"',
     )
     with start(job) as (process, output):
         first = ""

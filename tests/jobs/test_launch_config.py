@@ -186,8 +186,8 @@ def test_steps_include_the_steps_of_a_resumed_checkpoint(tmp_path: Path) -> None
         ("max_staleness = 1", "journal = 3", r"rollout\.journal must be a path, got 3"),
         (
             "max_staleness = 1",
-            "acknowledge = true",
-            r"rollout\.acknowledge must be false without a journal, got true",
+            "acknowledge = false",
+            r"rollout\.acknowledge must be true in a job, got false; leave the key out: the job itself",
         ),
         ("steps = 4", "steps = 4 5", r"job\.toml: .*line 4"),
         (

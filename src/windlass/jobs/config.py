@@ -228,6 +228,8 @@ class RolloutSection(RolloutConfig, frozen=True, kw_only=True):
     """Settings of rollouts, including those of `RolloutConfig`.
 
     Attributes:
+        acknowledge: always true: with a journal, a group stays in the journal until a checkpoint contains its step. A job
+            without checkpoints acknowledges a group after its step.
         sampling: sampling parameters of every prompt.
         groups_per_step: number of prompts or tasks that one step trains on.
         samples_per_group: number of answers per prompt or task.
@@ -255,6 +257,7 @@ class RolloutSection(RolloutConfig, frozen=True, kw_only=True):
 
     _where: ClassVar[str] = "rollout."
 
+    acknowledge: bool = True
     sampling: SamplingParams
     groups_per_step: int
     samples_per_group: int
@@ -293,11 +296,18 @@ class RolloutSection(RolloutConfig, frozen=True, kw_only=True):
                 f"rollout.min_samples must be <= {self.samples_per_group} (samples_per_group), got {self.min_samples}"
             )
 
+    def _check_acknowledge(self) -> None:
+        """Raise `ConfigError` if `acknowledge` is false: a job that is killed would lose the groups of a running step."""
+        if not self.acknowledge:
+            raise ConfigError(
+                "rollout.acknowledge must be true in a job, got false; leave the key out: the job itself acknowledges a "
+                "group when a checkpoint contains its step"
+            )
+
     def limits(self) -> RolloutConfig:
         """Return only the settings that `RolloutConfig` defines, for the rollout controller."""
-        return RolloutConfig(
-            **{name: getattr(self, name) for name in RolloutConfig.__struct_fields__}
-        )
+        found = {name: getattr(self, name) for name in RolloutConfig.__struct_fields__}
+        return RolloutConfig(**{**found, "acknowledge": self.journal is not None})
 
 
 class EvaluationSection(msgspec.Struct, frozen=True, kw_only=True):

@@ -965,7 +965,7 @@ class Job:
         checkpoint = Checkpoint(
             steps=self._steps, version=self.version, recipe=state, tasks=tasks if state else b"",
             journal=journal, num_groups=num_groups,
-            trained=tuple(trained) if self._config.rollout.acknowledge else (),
+            trained=tuple(trained) if self._has_journal else (),
             evaluation_due=self._evaluation_due,
         )  # fmt: skip
         self._newest = self._output.save_record(checkpoint), checkpoint

@@ -79,6 +79,10 @@ class RolloutConfig(msgspec.Struct, frozen=True, kw_only=True):
         msgspec.structs.force_setattr(self, "routing", routing)
         above = ("attempt_deadline_s", "worker_lease_s", "journal_sync_s")
         check_numbers(self, _LEAST, above, where=self._where)
+        self._check_acknowledge()
+
+    def _check_acknowledge(self) -> None:
+        """Raise `ConfigError` if `acknowledge` is set without a journal."""
         if self.acknowledge and self.journal is None:
             raise ConfigError(
                 f"{self._where}acknowledge must be false without a journal, got true; set journal to a file"
