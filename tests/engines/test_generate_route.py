@@ -13,7 +13,7 @@ import pytest
 from aiohttp import web
 
 from windlass.engines.vllm.generate_route import CompletionsRoute, GenerateRoute
-from windlass.rollout.generate import AttemptError, AttemptResult, Watch, generate
+from windlass.rollout.generate import AttemptError, AttemptResult, Reject, Watch, generate
 from windlass.rollout.images import ImagePrompt
 from windlass.rollout.messages import EngineTarget, ErrorKind, Partial, RolloutTask
 from windlass.sampling import SamplingParams
@@ -545,7 +545,7 @@ async def test_parameters_that_are_not_given_replace_the_servers_own_defaults() 
 
 
 URLS = ("data:image/png;base64,AAAA", "data:image/png;base64,BBBB")
-IMAGES = ImagePrompt((1, 7, 7, 7, 2, 7, 7), (1, 7, 2, 7), URLS, {})
+IMAGES = ImagePrompt((1, 7, 7, 7, 2, 7, 7), (1, 7, 2, 7), URLS, 7)
 """Prompt with two images of 3 and 2 tokens."""
 
 
@@ -584,6 +584,19 @@ async def test_an_engine_with_another_prompt_than_the_trainers_is_refused(
         await engine.answer(SamplingParams(max_new_tokens=9), IMAGES)
     assert failed.value.kind is ErrorKind.REFUSED
     assert failed.value.partial == Partial()
+
+
+async def test_an_answer_with_the_token_of_an_image_is_rejected() -> None:
+    """The next request would put an image in the place of this token, also after an update has aborted the answer."""
+    says = r"must not have the token of an image, got token 7 at place 1; .*logit_bias={7: -100\.0}"
+    for answers in ([([4, 7], "abort"), ([8], "stop")], [([4, 7], "stop")]):
+        engine = Answering(*answers, prompts=[[*IMAGES.ids], [*IMAGES.ids, 4, 7]])
+        with pytest.raises(Reject, match=says):
+            await engine.answer(SamplingParams(max_new_tokens=9), IMAGES)
+        assert len(engine.asked) == 1
+    # Without images, the token is one like any other.
+    text = Answering(([4, 7], "stop"))
+    assert await text.answer(SamplingParams(max_new_tokens=9)) == (4, 7)
 
 
 @pytest.mark.parametrize("reported", [[*IMAGES.ids], None])

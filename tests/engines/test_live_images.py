@@ -9,10 +9,14 @@ from __future__ import annotations
 import asyncio
 import base64
 import copy
+import json
 import os
+import subprocess
+import sys
 import urllib.request
-from collections.abc import AsyncIterator, Callable, Iterator, Mapping
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -23,11 +27,13 @@ from vision_checkpoint import MERGED, png, write_vision_checkpoint
 
 import windlass
 from windlass.config import ControlConfig, PauseMode, PhaseDeadlines, UpdateMode
+from windlass.errors import RolloutError
 from windlass.net.server import ControlServer
 from windlass.rollout import (
     BatchClient,
     BatchQueue,
     RolloutController,
+    RolloutGroup,
     SamplingParams,
     StalenessPolicy,
     StaticEngines,
@@ -35,6 +41,7 @@ from windlass.rollout import (
     mount_rollout_routes,
     training_samples,
 )
+from windlass.rollout.messages import TrainingBatch
 
 pytestmark = [pytest.mark.engines, pytest.mark.timeout(900)]
 
@@ -44,6 +51,7 @@ NUM_TOKENS = 12
 GREEDY = SamplingParams(max_new_tokens=NUM_TOKENS, temperature=0.0, ignore_eos=True)
 ATOL = 1e-3
 """Largest difference of float32 log-probabilities between vLLM and transformers."""
+WORKER, TRAINER = ROOT / "tests/support/image_worker.py", ROOT / "tests/support/image_trainer.py"
 SMALL, WIDE, OTHER = png(2 * MERGED, 1), png(4 * MERGED, 2, height=2 * MERGED), png(2 * MERGED, 3)
 """Images of 4, 8 and 4 tokens."""
 
@@ -74,11 +82,12 @@ def forward(
 
 
 def check(model: Any, sample: TrainingSample) -> int:
-    """Compare the log-probabilities of a sample with transformers; return their number."""
+    """Compare the log-probabilities of a sample's generated tokens with transformers; return their number."""
     found = forward(model, sample)
     mine = found[torch.arange(len(sample.output_ids)), list(sample.output_ids)]
-    torch.testing.assert_close(torch.tensor(sample.logprobs), mine, atol=ATOL, rtol=0)
-    return len(sample.output_ids)
+    made = torch.tensor(sample.loss_mask)
+    torch.testing.assert_close(torch.tensor(sample.logprobs)[made], mine[made], atol=ATOL, rtol=0)
+    return sample.num_trained
 
 
 class Rig:
@@ -100,7 +109,7 @@ class Rig:
         self.stack.push_async_callback(control.close)
         self.url = control.url
         process = await asyncio.create_subprocess_exec(
-            *(str(VENVS[in_environment_of] / "bin/python"), "-m", "windlass.rollout.worker"),
+            *(str(VENVS[in_environment_of] / "bin/python"), str(WORKER)),
             *("--name", "w", "--controller", control.url, "--tokenizer", str(server.model)),
             env={**os.environ, "PYTHONPATH": str(ROOT / "src"), "WINDLASS_TOKEN": TOKEN},
         )
@@ -119,13 +128,25 @@ class Rig:
             self.rollouts.submit_group(prompt, n, sampling, metadata=number)
         found = await self.rollouts.next_batch(len(prompts), deadline_s=120)
         groups = sorted(found, key=lambda group: group.metadata)  # type: ignore[arg-type,return-value]
-        await self.batches.put(self.step, [training_samples(group, range(n)) for group in groups])
+        made = await self.trained([training_samples(group, range(n)) for group in groups])
+        return [tuple(made[at : at + n]) for at in range(0, len(made), n)]
+
+    async def talks(
+        self, workflow: str, questions: Sequence[Any], n: int = 1
+    ) -> tuple[RolloutGroup, list[TrainingSample]]:
+        """Return the group of a conversation with these questions, and its samples, as a trainer rank gets them."""
+        self.rollouts.submit_workflow_group(workflow, questions, n, GREEDY)
+        (group,) = await self.rollouts.next_batch(1, deadline_s=120)
+        return group, await self.trained([training_samples(group, range(n))])
+
+    async def trained(self, groups: Sequence[Sequence[TrainingSample]]) -> list[TrainingSample]:
+        """Return the samples of all groups, as a trainer rank gets them."""
+        await self.batches.put(self.step, groups)
         with BatchClient(self.url, TOKEN) as client:
             ask = client.next_batch
             batch = await asyncio.to_thread(ask, self.step, 0, 1, deadline_s=60)
         self.step += 1
-        made = list(batch.samples)
-        return [tuple(made[at : at + n]) for at in range(0, len(made), n)]
+        return list(batch.samples)
 
 
 @pytest.fixture(scope="module")
@@ -272,3 +293,75 @@ async def test_an_answer_that_an_update_aborts_continues_with_the_same_images(
                 given = torch.tensor(sample.logprobs[part])
                 torch.testing.assert_close(given, mine, atol=ATOL, rtol=0)
                 compared("logprobs around an update with transformers'", len(chosen))
+
+
+@pytest.mark.parametrize("workflow", ["talk", "agent"])
+async def test_a_conversation_about_images_is_one_sample(
+    vllm: tuple[Server, Any],
+    rig: Rig,
+    workflow: str,
+    tmp_path: Path,
+    compared: Callable[[str, int], None],
+) -> None:
+    """Images are in the first and in the last question. The second call continues the tokens of the first one."""
+    server, model = vllm
+    await rig.start(server)
+    questions = [
+        about(SMALL)[0]["content"],
+        "What is in image 8 ?",
+        about(WIDE, OTHER, text="What is in image 9 ?")[0]["content"],
+    ]
+    others = [about(OTHER)[0]["content"], *questions[1:]]
+    async with updated(server, model):
+        group, samples = await rig.talks(workflow, questions, n=2)
+        _, (other, *more) = await rig.talks(workflow, others)
+    assert len(samples) == 2
+    assert not more
+    image_token = model.config.image_token_id
+    for rollout, sample in zip(group.rollouts, samples, strict=True):
+        assert [len(turn.images) for turn in rollout.turns] == [1, 1, 2]
+        assert sample.num_trained == 3 * NUM_TOKENS
+        assert sample.prompt_ids.count(image_token) == 4
+        assert sample.output_ids.count(image_token) == 12
+        assert sample.image_tensors["image_grid_thw"].shape == (3, 3)
+        compared("logprobs of conversations with transformers'", check(model, sample))
+    # Only the pixels of the first image differ.
+    assert other.prompt_ids == samples[0].prompt_ids
+    assert other.logprobs[0] != pytest.approx(samples[0].logprobs[0], abs=10 * ATOL)
+    compared("logprobs of conversations with transformers'", check(model, other))
+    with pytest.raises(AssertionError):
+        check(model, msgspec.structs.replace(other, tensors=samples[0].tensors))
+    if workflow == "talk":
+        file = tmp_path / "samples"
+        file.write_bytes(msgspec.msgpack.encode(TrainingBatch(0, (*samples, other))))
+        done = await asyncio.to_thread(
+            subprocess.run,
+            (sys.executable, str(TRAINER), str(server.model), str(file)),
+            capture_output=True,
+            text=True,
+            timeout=300,
+        )
+        assert done.returncode == 0, done.stderr
+        found = json.loads(done.stdout.splitlines()[-1])
+        assert found["difference"] < ATOL
+        compared("logprobs of the stock trainer", found["num_tokens"])
+        first, second = found["metrics"]
+        assert first["logprob_difference"] < ATOL
+        assert second["loss"] != pytest.approx(first["loss"], abs=1e-4)
+
+
+async def test_answers_with_the_token_of_an_image_are_rejected(
+    vllm: tuple[Server, Any], rig: Rig
+) -> None:
+    server, model = vllm
+    await rig.start(server)
+    image_token = model.config.image_token_id
+    likely = SamplingParams(max_new_tokens=4, temperature=1.0, logit_bias={image_token: 100.0})
+    async with updated(server, model):
+        await rig.samples(about(SMALL))
+        (handle,) = [rig.rollouts.submit(about(SMALL), likely)]
+        with pytest.raises(
+            RolloutError, match=f"must not have the token of an image, got token {image_token} at"
+        ):
+            await rig.rollouts.wait([handle], deadline_s=120)
+    assert rig.rollouts.stats().rejected >= 8

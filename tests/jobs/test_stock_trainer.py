@@ -12,7 +12,16 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from stock_rank import DEADLINE_S, TEMPERATURE, VOCABULARY, groups_of, make_model, masked
+from stock_rank import (
+    DEADLINE_S,
+    TEMPERATURE,
+    VOCABULARY,
+    groups_of,
+    make_model,
+    masked,
+    with_images,
+)
+from vision_checkpoint import write_vision_checkpoint
 
 from windlass.backends.collective_group import Rendezvous
 from windlass.errors import ConfigError
@@ -261,3 +270,54 @@ def test_settings_that_contradict_each_other_are_refused(
             SamplingParams(max_new_tokens=4, **sampling)
         )
     assert says in str(refused.value)
+
+
+def test_two_ranks_train_on_images_as_one_process(tmp_path: Path) -> None:
+    """Rank 0 has images, also in the second turn of a conversation, and rank 1 has none."""
+    folder, name = tmp_path / "model", "images"
+    model = write_vision_checkpoint(folder, 1)
+    ids = model.config.image_token_id, model.config.vision_start_token_id, 3 * 2 * 14 * 14
+    settings = {"model": str(folder), "learning_rate": RATE, "max_tokens": 40, "loss": "dapo"}
+    rest = {"steps": STEPS, "save": True, "images": ids}
+    store = Rendezvous("127.0.0.1", DEADLINE_S)
+    arguments = json.dumps([(name, settings, store.port, rest)])
+    subprocess.run(
+        (sys.executable, RANKS, str(tmp_path), arguments), check=True, timeout=DEADLINE_S
+    )
+    ranks = [torch.load(tmp_path / f"{name}-{rank}.pt") for rank in range(2)]
+    optimizer = torch.optim.AdamW(model.parameters(), lr=RATE, weight_decay=0.0)
+    num_left_out, image_token = 0, ids[0]
+    for step in STEPS:
+        groups = with_images(groups_of(step), *ids)
+        samples = [*itertools.chain(*groups)]
+        losses = []
+        for sample, advantage in zip(samples, advantages_of("dapo", groups), strict=True):
+            tokens = torch.tensor([sample.prompt_ids + sample.output_ids])
+            named = {key: tensor.to_torch() for key, tensor in sample.image_tensors.items()}
+            if not named and image_token in tokens:
+                num_left_out += 1
+                continue
+            kinds = (tokens == image_token).int()
+            logits = model(input_ids=tokens, mm_token_type_ids=kinds, **named).logits[0]
+            logits = logits[len(sample.prompt_ids) - 1 : -1] / TEMPERATURE
+            every = logits.log_softmax(-1)[range(len(sample.output_ids)), list(sample.output_ids)]
+            mask = list(sample.loss_mask)
+            ratio = (every - torch.tensor(sample.logprobs)).exp()[mask]
+            losses.append(-torch.minimum(ratio * advantage, ratio.clamp(0.8, 1.28) * advantage))
+        optimizer.zero_grad()
+        loss = torch.cat(losses).mean()
+        loss.backward()  # type: ignore[no-untyped-call]
+        norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        for rank in ranks:
+            assert rank["metrics"][step]["loss"] == pytest.approx(loss.item(), abs=1e-5)
+            assert rank["metrics"][step]["grad_norm"] == pytest.approx(float(norm), rel=1e-3)
+    assert num_left_out == len(STEPS)
+    changed = {key for key, weight in model.named_parameters() if weight.grad is not None}
+    assert any("visual" in key for key in changed)
+    for rank in ranks:
+        for key, weight in model.named_parameters():
+            torch.testing.assert_close(rank["weights"][key], weight.detach(), atol=2e-5, rtol=0)
+    saved = transformers.AutoModelForImageTextToText.from_pretrained(tmp_path / name / "hf")
+    for key, weight in saved.named_parameters():
+        assert torch.equal(weight, ranks[0]["weights"][key]), key

@@ -24,10 +24,26 @@ from windlass.errors import ConfigError
 from windlass.jobs.audit import AuditRecord, read_audit
 from windlass.jobs.recipe import Task, decode_tasks, encode_tasks
 from windlass.jobs.replay import replay
-from windlass.rollout import Chat, SampleTensor, SamplingParams, TrainingSample, images, pack
+from windlass.rollout import (
+    Chat,
+    Rollout,
+    RolloutGroup,
+    SampleTensor,
+    SamplingParams,
+    TrainingSample,
+    images,
+    merge_turns,
+    pack,
+    training_samples,
+)
+from windlass.rollout.chat.conversations import Conversations
+from windlass.rollout.chat.messages import NO_TOOLS, Message
+from windlass.rollout.chat.requests import ChatRequest, Policy, chat_call
 from windlass.rollout.held import TensorStore, WriteTensors, destination_of, held_of
-from windlass.rollout.images import MAX_IMAGES, ImagePrompt, decoded
+from windlass.rollout.images import MAX_IMAGES, ImagePrompt, ImageSet, decoded, digest_of
+from windlass.rollout.messages import Partial, Turn
 from windlass.rollout.text import ModelPrompt, TemplateInput, TextPrompts, encode_prompt
+from windlass.rollout.trajectories import increments, whole_turns
 from windlass.training.batches import token_batch
 from windlass.transfer.arena import Arena
 from windlass.transports.registry import create_transport, parse_transport
@@ -188,8 +204,12 @@ class Codec:
         assert self.may_end.wait(30)
         if images == (png(2, 9),):
             raise ConfigError("refused")
-        ids = self.encode(text)
-        return ImagePrompt(ids + ids, ids, tuple(map(url, images)), {})
+        # The template writes "image" for each image, and the processor makes one more "g" of it.
+        short, whole = text.encode(), text.encode().replace(b"image", b"imagegg")
+        rows = np.arange(len(images) * 2, dtype=np.float32).reshape(-1, 2) + len(images[0])
+        tensors = {"pixel_values": SampleTensor.of(rows, per_token=False)}
+        made = ImageSet(digest_of(images), tensors)
+        return ImagePrompt((*whole,), (*short,), tuple(map(url, images)), ord("g"), (made,))
 
 
 def test_a_group_converts_its_images_once_in_all_threads() -> None:
@@ -236,6 +256,207 @@ def test_messages_with_images_are_no_token_ids() -> None:
         TextPrompts(Codec()).render(Chat(about(PICTURE)))  # type: ignore[arg-type]
 
 
+class Talk(Codec):
+    """Codec whose template writes one line per message; one token is one byte."""
+
+    def template_text(self, chat: TemplateInput, *, add_generation_prompt: bool) -> str:
+        lines = []
+        for message in chat.messages:
+            content = message["content"]
+            if isinstance(content, list):
+                parts = [part.get("text", "<image>") for part in content]
+                content = "".join(parts)
+            lines.append(f"{message['role']}:{content};")
+        return "".join(lines) + "assistant:" * add_generation_prompt
+
+
+def told(*contents: Any) -> list[Message]:
+    """Return messages of the user and the assistant in turn. Bytes in a list are images."""
+    found = []
+    for number, content in enumerate(contents):
+        role = "assistant" if number % 2 else "user"
+        if isinstance(content, list):
+            content = [
+                {"type": "image", "image": part}
+                if isinstance(part, bytes)
+                else {"type": "text", "text": part}
+                for part in content
+            ]
+        found.append(Message.of(Chat([{"role": role, "content": content}]).messages[0]))  # type: ignore[arg-type]
+    return found
+
+
+ONE, TWO = png(2, 1), png(3, 2)
+
+
+async def test_a_conversation_continues_with_images_in_any_message() -> None:
+    talk = Conversations(Talk())
+    first = await talk.prompt(told(["a", ONE]), NO_TOOLS)
+    assert bytes(first.ids) == b"user:a<imagegg>;assistant:"
+    assert first.images is not None
+    assert bytes(first.images.short_ids) == b"user:a<image>;assistant:"
+    talk.answered(first, NO_TOOLS, Message("assistant", "b"), (*b"b",))
+    second = await talk.prompt(told(["a", ONE], "b", "c"), NO_TOOLS)
+    assert bytes(second.ids) == b"user:a<imagegg>;assistant:b;user:c;assistant:"
+    assert second.images is not None
+    assert second.images.keys == first.images.keys
+    assert second.branch == ""
+    talk.answered(second, NO_TOOLS, Message("assistant", "d"), (*b"d;",))
+    third = await talk.prompt(told(["a", ONE], "b", "c", "d", [TWO, ONE, "e"]), NO_TOOLS)
+    assert third.images is not None
+    assert bytes(third.ids) == (
+        b"user:a<imagegg>;assistant:b;user:c;assistant:d;user:<imagegg><imagegg>e;assistant:"
+    )
+    assert bytes(third.images.short_ids) == bytes(third.ids).replace(b"gg", b"")
+    assert third.images.ids == third.ids
+    assert third.images.urls == (url(ONE), url(TWO), url(ONE))
+    assert third.images.keys == (digest_of([ONE]), digest_of([TWO, ONE]))
+    # The ids of both prompts are equal, but the images are not.
+    other = await talk.prompt(told(["a", TWO], "b", "c"), NO_TOOLS)
+    assert other.ids == second.ids
+    assert other.branch
+    assert other.images is not None
+    assert other.images.keys == (digest_of([TWO]),)
+
+
+async def test_an_image_may_follow_messages_of_text() -> None:
+    talk = Conversations(Talk())
+    first = await talk.prompt(told("a"), NO_TOOLS)
+    assert first.images is None
+    talk.answered(first, NO_TOOLS, Message("assistant", "b"), (*b"b",))
+    second = await talk.prompt(told("a", "b", [ONE]), NO_TOOLS)
+    assert second.images is not None
+    assert bytes(second.images.short_ids) == b"user:a;assistant:b;user:<image>;assistant:"
+    assert bytes(second.ids) == b"user:a;assistant:b;user:<imagegg>;assistant:"
+    # The engine and the trainer would put the image in the place of this token.
+    talk.answered(first, NO_TOOLS, Message("assistant", "big"), (*b"big",))
+    with pytest.raises(
+        ConfigError, match=r"must not have the token of an image, got token 103 at place 19 of"
+    ):
+        await talk.prompt(told("a", "big", [ONE]), NO_TOOLS)
+    asked = told("a", "b", [ONE] * (MAX_IMAGES // 2))
+    third = await talk.prompt(asked, NO_TOOLS)
+    talk.answered(third, NO_TOOLS, Message("assistant", "c"), (*b"c",))
+    with pytest.raises(ConfigError, match=r"must have at most 64 images, got 65"):
+        await talk.prompt([*asked, *told("", "c", [ONE] * (MAX_IMAGES // 2 + 1))[1:]], NO_TOOLS)
+
+
+def turn(prompt: bytes, output: bytes, *images: str) -> Turn:
+    numbers = (0,) * len(output)
+    return Turn(
+        (*prompt,), Partial((*output,), (-0.5,) * len(output), numbers), "stop", images=images
+    )
+
+
+def test_turns_with_equal_tokens_and_other_images_are_not_merged() -> None:
+    same = [turn(b"pg", b"a", "x"), turn(b"pgab", b"c", "x"), turn(b"pgabcg", b"d", "x", "y")]
+    (whole,) = merge_turns(same)
+    assert (bytes(whole.prompt_ids), bytes(whole.output_ids)) == (b"pg", b"abcgd")
+    assert whole.images == ("x", "y")
+    for keys in (("z",), (), ("z", "x")):
+        first, second = merge_turns([same[0], turn(b"pgab", b"c", *keys)])
+        assert (first.images, second.images) == (("x",), keys)
+        assert (second.parent, second.num_shared) == ((-1, 0) if keys else (0, 3))
+    turns = (*same, turn(b"pgab", b"c", "z"))
+    assert whole_turns(increments(turns)) == turns
+
+
+def rows(*first: int, columns: int = 2) -> SampleTensor:
+    values = [[float(number)] * columns for number in first]
+    return SampleTensor.of(np.asarray(values, np.float32), per_token=False)
+
+
+def finished(turns: tuple[Turn, ...], tensors: dict[str, SampleTensor]) -> RolloutGroup:
+    made = Rollout(
+        "t", 3, (), (), (), (), "stop", "e", "w", 1, None, 0.0, 0.0, turns=turns, tensors=tensors
+    )
+    return RolloutGroup(3, (), (made,), None)
+
+
+def test_a_sample_has_the_images_of_its_conversation_in_order() -> None:
+    turns = (turn(b"pg", b"a", "y"), turn(b"pgag", b"b", "y", "x"), turn(b"pg", b"c", "x"))
+    tensors = {"images.x.pixel_values": rows(1), "images.y.pixel_values": rows(2, 3)}
+    long, short = training_samples(finished(turns, tensors), [1.0])
+    np.testing.assert_array_equal(
+        long.image_tensors["pixel_values"].to_numpy(), [[2, 2], [3, 3], [1, 1]]
+    )
+    np.testing.assert_array_equal(short.image_tensors["pixel_values"].to_numpy(), [[1, 1]])
+    with pytest.raises(
+        ConfigError, match=r"must contain those of its images, got none of the images y"
+    ):
+        training_samples(finished(turns, {"images.x.pixel_values": rows(1)}), [1.0])
+    wide = {**tensors, "images.x.pixel_values": rows(1, columns=3)}
+    found, _ = training_samples(finished(turns, wide), [1.0])
+    with pytest.raises(
+        ConfigError, match=r"'pixel_values' must have the same dtype and the same dimensions after"
+    ):
+        _ = found.image_tensors
+
+
+def test_a_batch_and_a_pack_have_the_images_in_the_order_of_their_rows() -> None:
+    def sample(number: int, length: int, *first: int) -> TrainingSample:
+        images = {f"images.{n}.pixel_values": rows(value) for n, value in enumerate(first)}
+        return TrainingSample(
+            prompt_ids=(1, *(7,) * len(first)),
+            output_ids=(2,) * length,
+            logprobs=(-1.0,) * length,
+            versions=(0,) * length,
+            reward=1.0,
+            group_id=number,
+            engine="e",
+            tensors={"advantages": SampleTensor.of([0.5] * length), **images},
+        )
+
+    samples = [sample(0, 2, 5, 6), sample(1, 3), sample(2, 9, 4)]
+    batch = token_batch(samples, torch.device("cpu"))
+    assert batch.images["pixel_values"].tolist() == [[5, 5], [6, 6], [4, 4]]
+    assert "pixel_values" not in batch.model_arguments()
+    ((packed,),) = pack(samples, max_tokens=64)
+    expected = [value for n in packed.indices for value in ([5, 6], [], [4])[n]]
+    assert packed.images["pixel_values"][:, 0].tolist() == expected
+    assert packed.to_torch().images["pixel_values"][:, 0].tolist() == expected
+    # The filler has the images of the sample that it repeats.
+    ((one,), (filler,)) = pack(samples[:1], num_ranks=2, max_tokens=64)
+    assert filler.indices.tolist() == [-1]
+    assert filler.images["pixel_values"].tolist() == one.images["pixel_values"].tolist()
+    assert pack(samples[1:2], max_tokens=64)[0][0].images == {}
+
+
+def test_an_agent_may_send_images_as_data_urls() -> None:
+    def asked(*parts: Any) -> Any:
+        body = {"messages": [{"role": "user", "content": [*parts]}]}
+        request = msgspec.convert(body, ChatRequest)
+        return chat_call(request, Policy(SamplingParams(max_new_tokens=4)))
+
+    picture = {"type": "image_url", "image_url": {"url": url(PICTURE)}}
+    (message,) = asked(
+        {"type": "text", "text": "a"}, picture, {"type": "text", "text": "b"}
+    ).messages
+    assert message.parts == ("a", PICTURE, "b")
+    assert message.for_template()["content"] == [
+        {"type": "text", "text": "a"}, {"type": "image"}, {"type": "text", "text": "b"},
+    ]  # fmt: skip
+    assert (
+        message.identity()
+        != asked({"type": "text", "text": "a"}, {"type": "text", "text": "b"})
+        .messages[0]
+        .identity()
+    )
+    for bad, says in (
+        (
+            {"type": "image_url", "image_url": {"url": "https://host/a.png"}},
+            "messages: image must be bytes or a URL that",
+        ),
+        ({"type": "image_url"}, "messages: image_url must be a mapping with `url`"),
+        (
+            {"type": "input_image", "image_url": url(PICTURE)},
+            "content must be text, got a part of type 'input_image'",
+        ),
+    ):
+        with pytest.raises(ConfigError, match=says):
+            asked(bad)
+
+
 @pytest.mark.parametrize("transport", ["cma", "shm"])
 async def test_answers_that_share_their_tensors_reach_a_trainer(transport: str) -> None:
     """Two answers to one prompt have the same elements in memory; a rank gets both in one write."""
@@ -264,19 +485,17 @@ async def test_code_that_would_ignore_images_refuses_the_sample(tmp_path: Path) 
         reward=1.0,
         group_id=9,
         engine="e",
-        tensors={"images.pixel_values": features, "advantages": advantages},
+        tensors={"images.0.pixel_values": features, "advantages": advantages},
     )
     assert sample.image_tensors == {"pixel_values": features}
-    says = r"sample of group 9 must have no images, got \['pixel_values'\]: only a trainer of your"
+    says = r"sample of group 9 must have no images, got \['pixel_values'\]; see docs/text\.md"
     with pytest.raises(ConfigError, match=says):
-        pack([sample], max_tokens=64)
-    with pytest.raises(ConfigError, match=says):
-        token_batch([sample], torch.device("cpu"))
+        token_batch([sample], torch.device("cpu"), packed=True)
     # A record of an audit has no elements of tensors.
     path = tmp_path / "audit"
     AuditRecord(path, SamplingParams(max_new_tokens=2)).add(4, 4, [sample], {})
     (recorded,) = read_audit(path, 4).samples
-    assert recorded.tensors["images.pixel_values"].nbytes == 0
+    assert recorded.tensors["images.0.pixel_values"].nbytes == 0
     async with aiohttp.ClientSession() as http:
         with pytest.raises(ConfigError, match=says):
             await replay(http, "http://unused", recorded, SamplingParams(max_new_tokens=2))

@@ -16,6 +16,7 @@ from windlass.jobs.stock_trainer import StockTrainer
 from windlass.jobs.train_worker import TrainContext
 from windlass.jobs.training import TrainingSection
 from windlass.rollout.messages import TrainingSample
+from windlass.rollout.tensors import SampleTensor
 from windlass.sampling import SamplingParams
 
 WORLD_SIZE, NUM_GROUPS, GROUP_SIZE, VOCABULARY = 2, 4, 3, 48
@@ -82,6 +83,53 @@ def masked(groups: list[list[TrainingSample]]) -> list[list[TrainingSample]]:
     ]
 
 
+GRID = (1, 4, 4)
+"""Patches of an image along time, height and width. Four patches become one token."""
+
+
+def with_images(
+    groups: list[list[TrainingSample]], image_token: int, start_token: int, patch_nbytes: int
+) -> list[list[TrainingSample]]:
+    """Return the groups with images in each prompt of rank 0, and in the second turn of one of its answers.
+
+    One answer of rank 1 has the token of an image without an image.
+    """
+    one = (start_token, *(image_token,) * 4)
+    found = []
+    for n, group in enumerate(groups):
+        samples = []
+        for number, each in enumerate(group):
+            generator = torch.Generator().manual_seed(100 * n)
+            # The first tokens of the vocabulary have a special meaning.
+            prompt, output = (
+                tuple(t + 8 for t in ids) for ids in (each.prompt_ids, each.output_ids)
+            )
+            changed: dict[str, Any] = {"prompt_ids": prompt, "output_ids": output}
+            if n == 1 and not number:
+                changed["output_ids"] = (image_token, *output[1:])
+            if n % 2 == 0:
+                num_sets = 2 if number == 1 else 1
+                changed["prompt_ids"] = (*one, *prompt)
+                if num_sets == 2:
+                    more = len(one)
+                    changed |= {
+                        "output_ids": (*output, *one, output[0]),
+                        "logprobs": (*each.logprobs, *(0.0,) * more, -3.5),
+                        "versions": (*each.versions, *(-1,) * more, 0),
+                        "loss_mask": (*each.loss_mask, *(False,) * more, True),
+                    }
+                changed["tensors"] = {}
+                for image in range(num_sets):
+                    pixels = torch.rand(16, patch_nbytes, generator=generator)
+                    tensors = {"pixel_values": pixels, "image_grid_thw": torch.tensor([GRID])}
+                    for name, tensor in tensors.items():
+                        made = SampleTensor.of(tensor, per_token=False)
+                        changed["tensors"][f"images.{image}.{name}"] = made
+            samples.append(msgspec.structs.replace(each, **changed))
+        found.append(samples)
+    return found
+
+
 def work(
     rank: int, folder: Path, name: str, settings: dict[str, Any], port: int, rest: Any
 ) -> None:
@@ -110,6 +158,8 @@ def work(
     metrics = []
     for step in rest["steps"]:
         groups = masked(groups_of(step)) if rest.get("masked") else groups_of(step)
+        if rest.get("images"):
+            groups = with_images(groups, *rest["images"])
         metrics.append(dict(trainer.train_step(step, groups[rank::WORLD_SIZE])))
     if rest.get("save"):
         trainer.save(str(folder / name))

@@ -27,8 +27,9 @@ from windlass.envs import environment_value
 from windlass.jobs.fsdp_engine import FsdpEngine, LossMean, LossResult, Samples
 from windlass.jobs.train_worker import TrainContext, WrappedEngine, run_train_worker
 from windlass.jobs.training import ComputeType, TrainingSection
+from windlass.rollout.messages import TrainingSample
 from windlass.rollout.packing import divide
-from windlass.training.batches import only_attends, token_batch, with_advantages
+from windlass.training.batches import VisionModel, only_attends, token_batch, with_advantages
 from windlass.training.losses import policy_loss, token_logprobs
 from windlass.training.settings import TokenMean
 
@@ -62,6 +63,7 @@ class StockTrainer(WrappedEngine[FsdpEngine]):
         self._packed = "flash" in settings.attention
         self._temperature = 1.0
         self._reference: torch.nn.Module | None = None
+        self._vision: VisionModel | None = None
         on_gpu = torch.cuda.is_available()
         narrow = settings.compute is ComputeType.BFLOAT16 or (
             settings.compute is ComputeType.AUTO and on_gpu
@@ -122,7 +124,11 @@ class StockTrainer(WrappedEngine[FsdpEngine]):
         settings = self._settings
         transformers: Any = importlib.import_module("transformers")
         transformers.logging.disable_progress_bar()
-        model: Any = transformers.AutoModelForCausalLM.from_pretrained(
+        config = transformers.AutoConfig.from_pretrained(folder, local_files_only=True)
+        kind = transformers.AutoModelForCausalLM
+        if VisionModel.has_images(config):
+            kind = transformers.AutoModelForImageTextToText
+        model: Any = kind.from_pretrained(
             folder,
             dtype=torch.float32,
             attn_implementation=settings.attention,
@@ -135,6 +141,14 @@ class StockTrainer(WrappedEngine[FsdpEngine]):
                 folder,
             )
             self._packed = False
+        if VisionModel.has_images(config):
+            self._vision = VisionModel(model)
+            if self._packed:
+                _log.warning(
+                    "training: samples are padded, because %s computes positions from images",
+                    folder,
+                )
+                self._packed = False
         if settings.gradient_checkpointing:
             checkpoint_layers(model)
         found: torch.nn.Module = model
@@ -154,6 +168,8 @@ class StockTrainer(WrappedEngine[FsdpEngine]):
 
         samples = [sample for group in groups for sample in group]
         found = with_advantages(samples, self._settings.advantage(), sum_over_ranks=total)
+        if self._vision is not None:
+            found = _without_image_tokens(found, self._vision)
         trained = [sample for sample in found if sample.num_trained]
         if not trained and found:
             trained = [min(found, key=lambda each: len(each.prompt_ids) + len(each.output_ids))]
@@ -172,7 +188,9 @@ class StockTrainer(WrappedEngine[FsdpEngine]):
         batch = token_batch([s for group in groups for s in group], device, packed=self._packed)
 
         def logprobs_of(module: torch.nn.Module) -> torch.Tensor:
-            logits = module(**batch.model_arguments()).logits
+            vision = self._vision
+            given = batch.model_arguments() if vision is None else vision.arguments(batch)
+            logits = module(**given).logits
             return token_logprobs(logits, batch.targets, temperature=self._temperature)
 
         reference = None
@@ -196,6 +214,23 @@ class StockTrainer(WrappedEngine[FsdpEngine]):
         whole: Mapping[str, Any] = get_model_state_dict(model, options=options)
         if dist.get_rank() == 0:
             write_checkpoint(model, whole, Path(self._settings.model), folder / EXPORTED)
+
+
+def _without_image_tokens(
+    samples: Sequence[TrainingSample], vision: VisionModel
+) -> list[TrainingSample]:
+    """Return the samples. Samples with a token of an image and without its image are blanked, so they are not trained."""
+    found = []
+    for sample in samples:
+        if vision.is_trainable(sample):
+            found.append(sample)
+            continue
+        _log.warning(
+            "training: sample of group %d (rollout %s) is not trained: it has the token of an image, %d, without its image",
+            *(sample.group_id, sample.task_id, vision.image_token_id),
+        )
+        found.append(vision.blanked(sample))
+    return found
 
 
 def checkpoint_layers(model: Any) -> None:
@@ -240,11 +275,14 @@ def _in_evaluation_mode(
 def decoder_layers(model: Any) -> list[torch.nn.Module]:
     """Return the modules that transformers keeps on one device, usually decoder layers; see `units` of `FsdpEngine`.
 
+    Leave out modules that only images use: a rank without images would not run them, and all ranks must run the same units.
+
     Args:
         model: model of transformers.
     """
     names = set(model._no_split_modules or ())
-    return [module for module in model.modules() if type(module).__name__ in names]
+    whole = model.get_decoder() if VisionModel.has_images(model.config) else model
+    return [module for module in whole.modules() if type(module).__name__ in names]
 
 
 def write_checkpoint(

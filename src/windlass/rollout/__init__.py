@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from windlass.rollout.directory import Routing as Routing
     from windlass.rollout.directory import StaticEngines as StaticEngines
     from windlass.rollout.generate import GeneratedToken as GeneratedToken
+    from windlass.rollout.generate import Reject as Reject
     from windlass.rollout.generate import Watch as Watch
     from windlass.rollout.handles import GroupHandle as GroupHandle
     from windlass.rollout.handles import Recovered as Recovered
@@ -49,7 +50,6 @@ if TYPE_CHECKING:
     from windlass.rollout.trajectories import Trajectory as Trajectory
     from windlass.rollout.trajectories import merge_turns as merge_turns
     from windlass.rollout.worker import run_rollout_worker as run_rollout_worker
-    from windlass.rollout.workflows import Reject as Reject
     from windlass.rollout.workflows import Workflow as Workflow
     from windlass.rollout.workflows import WorkflowContext as WorkflowContext
     from windlass.sampling import SamplingParams as SamplingParams

@@ -71,7 +71,7 @@ from windlass.rollout.messages import (
     TrainingSample,
     Turn,
 )
-from windlass.rollout.tensors import HeldTensor
+from windlass.rollout.tensors import IMAGES, HeldTensor, SampleTensor, images_in
 from windlass.rollout.trajectories import merge_turns
 from windlass.rollout.values import ArrayLike, plain_integers, plain_number
 
@@ -101,19 +101,21 @@ def training_samples(group: RolloutGroup, rewards: Iterable[object]) -> tuple[Tr
     """Return a group's samples with their rewards: one sample per answer, or one per conversation of a workflow.
 
     The turns of a conversation become one sample, see `merge_turns`. If a workflow has several conversations (or
-    branches), each of their samples gets the reward of the rollout. If the workflow added tensors to a rollout, the
-    rollout must have exactly one conversation. The sample of this conversation gets the tensors.
+    branches), each of their samples gets the reward of the rollout, and the tensors of its own images. If the workflow added
+    tensors to a rollout, the rollout must have exactly one conversation. The sample of this conversation gets the tensors.
 
     Args:
         group: finished rollouts.
         rewards: one reward per rollout, as numbers, an array or a tensor.
 
     Raises:
-        ConfigError: the rewards are not one finite number per rollout, a rollout has no generated token, or a rollout has
-            both tensors and several conversations.
+        ConfigError: the rewards are not one finite number per rollout, a rollout has no generated token, the tensors of an
+            image are missing, or a rollout has both tensors of its workflow and several conversations.
     """
     samples = []
     for rollout, reward in zip(group.rollouts, check_rewards(group, rewards), strict=True):
+        images = images_in(rollout.tensors)
+        others = {n: t for n, t in rollout.tensors.items() if not n.startswith(IMAGES)}
         made = [
             TrainingSample(
                 prompt_ids=found.prompt_ids,
@@ -126,15 +128,15 @@ def training_samples(group: RolloutGroup, rewards: Iterable[object]) -> tuple[Tr
                 engine=rollout.engine,
                 task_id=rollout.task_id,
                 finish_reason=found.finish_reason,
-                tensors=rollout.tensors,
+                tensors={**others, **_of_images(rollout, images, found.images)},
             )
-            for found in merge_turns(_turns(rollout))
+            for found in merge_turns(_turns(rollout, tuple(images)))
         ]
         if not made:
             raise ConfigError(
                 f"group {group.group_id}: rollout {rollout.task_id} has no generated token"
             )
-        if rollout.tensors and len(made) > 1:
+        if others and len(made) > 1:
             raise ConfigError(
                 f"group {group.group_id}: a rollout with tensors must have one conversation, got {len(made)} in "
                 f"rollout {rollout.task_id}; call merge_turns, and choose the tensors of each sample"
@@ -143,12 +145,37 @@ def training_samples(group: RolloutGroup, rewards: Iterable[object]) -> tuple[Tr
     return tuple(samples)
 
 
-def _turns(rollout: Rollout) -> tuple[Turn, ...]:
-    """Return the engine calls of a rollout. The answer to a plain prompt counts as one call."""
+def _of_images(
+    rollout: Rollout, known: Mapping[str, Mapping[str, SampleTensor]], keys: Sequence[str]
+) -> dict[str, SampleTensor]:
+    """Return the tensors of a sample's images, with their names in the sample; see `IMAGES`.
+
+    Args:
+        rollout: rollout of the sample.
+        known: tensors of the rollout's images, see `images_in`.
+        keys: keys of the sample's images, in order.
+
+    Raises:
+        ConfigError: the rollout does not have the tensors of an image.
+    """
+    if missing := [key for key in keys if key not in known]:
+        raise ConfigError(
+            f"group {rollout.group_id}: tensors of rollout {rollout.task_id} must contain those of its images, got none of "
+            f"the images {missing[0]}; keep the tensors whose names begin with {IMAGES!r}"
+        )
+    return {
+        f"{IMAGES}{n}.{name}": tensor
+        for n, key in enumerate(keys)
+        for name, tensor in known[key].items()
+    }
+
+
+def _turns(rollout: Rollout, images: tuple[str, ...]) -> tuple[Turn, ...]:
+    """Return the engine calls of a rollout. The answer to a plain prompt, which has these images, counts as one call."""
     if rollout.turns or not rollout.output_ids:
         return rollout.turns
     answer = Partial(rollout.output_ids, rollout.logprobs, rollout.versions)
-    return (Turn(rollout.prompt_ids, answer, rollout.finish_reason),)
+    return (Turn(rollout.prompt_ids, answer, rollout.finish_reason, images=images),)
 
 
 def check_rewards(group: RolloutGroup, rewards: object) -> tuple[float, ...]:

@@ -38,6 +38,13 @@ class AttemptError(RolloutError):
         self.partial, self.kind = partial, kind
 
 
+class Reject(RolloutError):
+    """Raised by a workflow to discard its answer; the controller then submits the rollout again.
+
+    An engine call raises this too if an answer has the token of an image, see `AttemptProgress.tokens_of`.
+    """
+
+
 class AttemptResult(msgspec.Struct, frozen=True):
     """Result of a successful attempt: tokens of a plain prompt (and their text), or turns and value of a workflow."""
 
@@ -153,6 +160,7 @@ async def generate(
     Raises:
         AttemptError: the engine refused a request, was unreachable, sent an invalid answer, added no token in
             `MAX_STALLS` requests in a row, did not finish within `task.deadline_s`, or expanded the images to other tokens.
+        Reject: the answer to a prompt with images has the token of an image.
     """
     progress = AttemptProgress(task, watch, images)
     try:
@@ -190,7 +198,7 @@ class AttemptProgress:
         return AttemptError(f"engine {engine.name} ({engine.url}): {reason}", self.tokens, kind)
 
     async def run(self, session: aiohttp.ClientSession) -> AttemptResult:
-        """Send requests until the answer is complete, and return the answer; raise `AttemptError` as `generate` does."""
+        """Send requests until the answer is complete, and return the answer; raise errors as `generate` does."""
         stalls = 0
         while len(self.tokens.output_ids) < self.task.sampling.max_new_tokens:
             answer = await self._call(session)
@@ -382,8 +390,15 @@ class AttemptProgress:
 
         Raises:
             AttemptError: the engine's lists of tokens, log-probabilities and versions do not match.
+            Reject: the prompt has images, and the answer has the token of an image. There is no image for this token. In the
+                next request, the engine would put another image in its place, and so would the trainer's model.
         """
         meta, ids = answer.meta_info, tuple(answer.output_ids)
+        if self._images is not None and (token_id := self._images.token_id) in ids:
+            raise Reject(
+                f"answer: must not have the token of an image, got token {token_id} at place {ids.index(token_id)}; to rule "
+                f"it out, give SamplingParams(logit_bias={{{token_id}: -100.0}})"
+            )
         logprobs = tuple(entry.logprob for entry in meta.output_token_logprobs)
         if tuple(entry.token_id for entry in meta.output_token_logprobs) != ids:
             raise self.failure(

@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import base64
 import binascii
+import hashlib
 import io
 import sys
 import threading
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, final
@@ -18,7 +20,7 @@ from typing import Any, final
 import numpy as np
 
 from windlass.errors import ConfigError
-from windlass.rollout.tensors import IMAGES, SampleTensor
+from windlass.rollout.tensors import IMAGES, SampleTensor, joined
 
 MAX_IMAGES = 64
 """Largest number of images in a prompt."""
@@ -36,26 +38,87 @@ NEEDS = "install windlass-rl[text] and torchvision"
 
 
 @dataclass(frozen=True, slots=True)
+class ImageSet:
+    """Images that the processor converted in one call.
+
+    Attributes:
+        key: digest of the images. Equal images in the same order have the same key.
+        tensors: tensors that the processor made of the images, by the model's names, such as `pixel_values`.
+    """
+
+    key: str
+    tensors: Mapping[str, SampleTensor]
+
+    def named(self) -> dict[str, SampleTensor]:
+        """Return the tensors with the names that they have in an outcome; see `IMAGES`."""
+        return {f"{IMAGES}{self.key}.{name}": tensor for name, tensor in self.tensors.items()}
+
+
+@dataclass(frozen=True, slots=True)
 class ImagePrompt:
-    """Prompt with images.
+    """Prompt with images, or a part of it.
 
     Attributes:
         ids: token ids of the prompt as the engine uses them, with all tokens of each image.
         short_ids: token ids with the chat template's own placeholders. The engine expands them to `ids`.
         urls: images as data URLs, in the order of the placeholders.
-        tensors: tensors that the processor made of the images, such as `images.pixel_values`.
+        token_id: token that stands for an image; -1 if the part has no image.
+        sets: images in the order of the placeholders.
     """
 
     ids: tuple[int, ...]
     short_ids: tuple[int, ...]
-    urls: tuple[str, ...]
-    tensors: Mapping[str, SampleTensor]
+    urls: tuple[str, ...] = ()
+    token_id: int = -1
+    sets: tuple[ImageSet, ...] = ()
+
+    @property
+    def keys(self) -> tuple[str, ...]:
+        """Keys of the sets of images, in order."""
+        return tuple(each.key for each in self.sets)
 
     @property
     def nbytes(self) -> int:
         """Approximate size in memory."""
-        tensors = sum(tensor.nbytes for tensor in self.tensors.values())
+        tensors = sum(tensor.nbytes for each in self.sets for tensor in each.tensors.values())
         return tensors + sum(map(len, self.urls)) + 8 * (len(self.ids) + len(self.short_ids))
+
+    def followed_by(self, other: ImagePrompt) -> ImagePrompt:
+        """Return a prompt with the tokens and images of `other` after those of this prompt. One of both has images.
+
+        Raises:
+            ConfigError: the prompt has more than `MAX_IMAGES` images, tensors of the images cannot be joined, or a token of
+                text is the token that stands for an image.
+        """
+        token_id = max(self.token_id, other.token_id)
+        for part in (self, other):
+            if not part.sets and token_id in part.ids:
+                raise ConfigError(
+                    f"messages: text and answers before or after images must not have the token of an image, got token "
+                    f"{token_id} at place {part.ids.index(token_id)} of {len(part.ids)} tokens"
+                )
+        urls, sets = self.urls + other.urls, self.sets + other.sets
+        if len(urls) > MAX_IMAGES:
+            raise ConfigError(f"messages: must have at most {MAX_IMAGES} images, got {len(urls)}")
+        # Find tensors that cannot be joined now, and not in a trainer. Compare empty tensors, which cost no copy.
+        joined([{name: _without_rows(t) for name, t in each.tensors.items()} for each in sets])
+        short_ids = self.short_ids + other.short_ids
+        return ImagePrompt(self.ids + other.ids, short_ids, urls, token_id, sets)
+
+
+def _without_rows(tensor: SampleTensor) -> SampleTensor:
+    """Return an empty tensor of the same dtype and the same dimensions after the first. A scalar is returned unchanged."""
+    if not tensor.shape:
+        return tensor
+    return SampleTensor(dtype=tensor.dtype, shape=(0, *tensor.shape[1:]), per_token=False)
+
+
+def digest_of(images: Sequence[bytes]) -> str:
+    """Return a digest of encoded images, in hexadecimal. It depends on their order."""
+    found = hashlib.sha256()
+    for image in images:
+        found.update(len(image).to_bytes(8) + image)
+    return found.hexdigest()[:32]
 
 
 def is_image(part: object) -> bool:
@@ -79,7 +142,7 @@ def with_encoded_images(where: str, message: object) -> object:
     found = []
     for number, part in enumerate(content):
         if is_image(part):
-            image = _encoded(f"{where}: content[{number}]", part)
+            image = encoded_image(f"{where}: content[{number}]", part)
             found.append({"type": "image", "image": image})
         else:
             found.append(part)
@@ -93,7 +156,7 @@ def images_of(messages: Sequence[Mapping[str, Any]]) -> tuple[bytes, ...]:
     return tuple(part["image"] for part in parts if is_image(part))
 
 
-def _encoded(where: str, part: Mapping[str, Any]) -> bytes:
+def encoded_image(where: str, part: Mapping[str, Any]) -> bytes:
     """Return the bytes of an image part; raise `ConfigError` as `with_encoded_images` does."""
     if part["type"] == "image":
         given, known = part.get("image"), {"type", "image"}
@@ -274,8 +337,11 @@ class ModelImages:
             images: encoded images, in the order of the placeholders.
 
         Raises:
-            ConfigError: an image cannot be decoded, or the processor refuses the text and the images.
+            ConfigError: there are more than `MAX_IMAGES` images, an image cannot be decoded, or the processor refuses the text
+                and the images.
         """
+        if len(images) > MAX_IMAGES:
+            raise ConfigError(f"messages: must have at most {MAX_IMAGES} images, got {len(images)}")
         pairs = [decoded(f"messages: image {n}", image) for n, image in enumerate(images)]
         try:
             with self._lock:
@@ -289,7 +355,7 @@ class ModelImages:
             shape = found["input_ids"].shape
             # Tensors with one entry per token of the prompt, such as `attention_mask`, can be computed from the ids.
             tensors = {
-                f"{IMAGES}{name}": SampleTensor.of(value, per_token=False)
+                name: SampleTensor.of(value, per_token=False)
                 for name, value in found.items()
                 if value.shape != shape
             }
@@ -305,4 +371,7 @@ class ModelImages:
                 f"tokens for a text of {len(short_ids)} tokens"
             )
         urls = [f"data:image/png;base64,{base64.b64encode(png).decode()}" for _, png in pairs]
-        return ImagePrompt(ids, short_ids, tuple(urls), tensors)
+        # An image becomes many equal tokens. Some models add other tokens around them.
+        ((token_id, _),) = (Counter(ids) - Counter(short_ids)).most_common(1)
+        made = ImageSet(digest_of([png for _, png in pairs]), tensors)
+        return ImagePrompt(ids, short_ids, tuple(urls), token_id, (made,))

@@ -22,7 +22,7 @@ import msgspec
 from windlass.errors import ConfigError, ProtocolError
 from windlass.net.messages import MAX_NAME_NBYTES, Codec, Envelope, Refused, Reply
 from windlass.rollout.held import TensorsWritten, WriteTensors
-from windlass.rollout.tensors import IMAGES, SampleTensor, check_tensors
+from windlass.rollout.tensors import SampleTensor, check_tensors, images_in, joined
 from windlass.rollout.values import (
     check_value,
     plain_booleans,
@@ -41,6 +41,8 @@ MAX_BATCH_NBYTES = 16 << 30
 """Largest size of one trainer rank's part of a batch."""
 MAX_TOKENS = 1 << 22
 """Largest number of tokens in a prompt or an answer."""
+MAX_IMAGE_SETS = 64
+"""Largest number of sets of images in a prompt; each set has at least one image."""
 MAX_SHARED_TOKENS = 1 << 24
 """Largest sum of `TurnIncrement.num_shared` in an outcome."""
 MAX_WORKFLOWS, MAX_ATTEMPTS = 1 << 12, 1 << 18
@@ -56,6 +58,7 @@ SMALL_FRAME_NBYTES = 256 << 10
 
 TokenIds = Annotated[tuple[int, ...], msgspec.Meta(max_length=MAX_TOKENS)]
 Logprobs = Annotated[tuple[float, ...], msgspec.Meta(max_length=MAX_TOKENS)]
+ImageKeys = Annotated[tuple[str, ...], msgspec.Meta(max_length=MAX_IMAGE_SETS)]
 _Name = Annotated[str, msgspec.Meta(min_length=1, max_length=MAX_NAME_NBYTES)]
 _Count = Annotated[int, msgspec.Meta(ge=0, lt=1 << 53)]
 
@@ -134,13 +137,15 @@ class Partial(msgspec.Struct, frozen=True, gc=False):
 class Turn(msgspec.Struct, frozen=True, gc=False):
     """One call of an engine by a workflow: the prompt, and the engine's answer.
 
-    `text` is the decoded answer of `WorkflowContext.chat`, and empty after `WorkflowContext.generate`.
+    `text` is the decoded answer of `WorkflowContext.chat`, and empty after `WorkflowContext.generate`. `images` has the keys of
+    the sets of images in the prompt, in their order. Their tensors are in the rollout's `tensors`.
     """
 
     prompt_ids: TokenIds
     output: Partial
     finish_reason: str
     text: str = ""
+    images: ImageKeys = ()
 
 
 class TurnIncrement(msgspec.Struct, frozen=True, gc=False, omit_defaults=True):
@@ -151,7 +156,7 @@ class TurnIncrement(msgspec.Struct, frozen=True, gc=False, omit_defaults=True):
 
     Attributes:
         prompt_ids: tokens of the prompt after the shared ones.
-        output, finish_reason, text: see `Turn`.
+        output, finish_reason, text, images: see `Turn`.
         earlier: index of the earlier turn; -1 for none.
         num_shared: number of tokens that the prompt shares with the beginning of the earlier turn's prompt and output.
     """
@@ -162,6 +167,7 @@ class TurnIncrement(msgspec.Struct, frozen=True, gc=False, omit_defaults=True):
     text: str = ""
     earlier: int = -1
     num_shared: int = 0
+    images: ImageKeys = ()
 
 
 class Work(msgspec.Struct, frozen=True, gc=False, kw_only=True):
@@ -403,7 +409,7 @@ class TrainingSample(msgspec.Struct, frozen=True, kw_only=True):
         task_id: id of the rollout. Several samples of one rollout have the same id.
         finish_reason: the engine's reason for the end of the last answer (`stop`, `length`).
         tensors: named tensors for the loss, such as advantages or reference log-probabilities. Tensors of images have
-            names that begin with `images.`.
+            names such as `images.0.pixel_values`; see `image_tensors`.
         metadata: msgpack-plain values.
 
     Raises:
@@ -459,17 +465,29 @@ class TrainingSample(msgspec.Struct, frozen=True, kw_only=True):
                 )
 
     @property
+    def has_images(self) -> bool:
+        """Whether the sample has images."""
+        return bool(images_in(self.tensors))
+
+    @property
     def image_tensors(self) -> dict[str, SampleTensor]:
-        """Tensors of the images in the prompt, by the model's names, such as `pixel_values`; empty if there are none."""
-        names = [name for name in self.tensors if name.startswith(IMAGES)]
-        return {name.removeprefix(IMAGES): self.tensors[name] for name in names}
+        """Tensors of all images in the sample, by the model's names, such as `pixel_values`; empty if there are none.
+
+        The images are in the order of their tokens. Reading the attribute copies the tensors of a conversation with several
+        sets of images.
+
+        Raises:
+            ConfigError: the tensors of several sets cannot be joined, or are not in this process.
+        """
+        sets = images_in(self.tensors)
+        return joined([sets[key] for key in sorted(sets, key=int)]) if sets else {}
 
     def refuse_images(self, what: str) -> None:
         """Raise `ConfigError` if the sample has images, which `what` would ignore."""
-        if self.image_tensors:
+        if sets := images_in(self.tensors):
+            names = sorted({name for found in sets.values() for name in found})
             raise ConfigError(
-                f"{what}: sample of group {self.group_id} must have no images, got {sorted(self.image_tensors)}: only a "
-                "trainer of your own can train on images; see docs/text.md"
+                f"{what}: sample of group {self.group_id} must have no images, got {names}; see docs/text.md"
             )
 
     @property

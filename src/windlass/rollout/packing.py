@@ -12,7 +12,7 @@ import numpy.typing as npt
 
 from windlass.errors import ConfigError
 from windlass.rollout.messages import TrainingSample
-from windlass.rollout.tensors import SampleTensor
+from windlass.rollout.tensors import SampleTensor, joined
 from windlass.sampling import is_count
 
 Array: TypeAlias = npt.NDArray[Any]
@@ -34,6 +34,8 @@ class Pack:
         rewards, group_ids: (S,) values of the samples.
         indices: (S,) index of each sequence's sample among the packed samples; -1 for a filler.
         tensors: name -> (T, ...) per-token tensors of the samples; 0 for prompts, and for samples without the tensor.
+        images: name -> tensor of the images of all sequences, in their order, see `TrainingSample.image_tensors`. Empty if no
+            sequence has images.
         max_seqlen: length of the longest sequence.
     """
 
@@ -47,6 +49,7 @@ class Pack:
     group_ids: Array
     indices: Array
     tensors: Mapping[str, Array]
+    images: Mapping[str, Array]
     max_seqlen: int
 
     @property
@@ -62,8 +65,10 @@ class Pack:
             for field in fields(self)
             if isinstance(value := getattr(self, field.name), np.ndarray)
         }
-        tensors: Any = {name: torch.from_numpy(a).to(device) for name, a in self.tensors.items()}
-        return replace(self, tensors=tensors, **moved)
+        for name in ("tensors", "images"):
+            found = getattr(self, name)
+            moved[name] = {key: torch.from_numpy(a).to(device) for key, a in found.items()}
+        return replace(self, **moved)
 
 
 def pack(
@@ -74,7 +79,7 @@ def pack(
     The function adds the longest samples first, each to the shortest pack, and uses as few packs as this rule allows. If
     there are fewer samples than packs, a pack without a sample gets a filler, so that every rank takes part in collectives:
     a copy of the shortest sample with `loss_mask` False. A group may be split over ranks, so compute advantages before
-    packing. Packs contain only the per-token tensors of samples.
+    packing. Packs contain only the per-token tensors of samples and the tensors of their images.
 
     Args:
         samples: samples of one step.
@@ -82,8 +87,9 @@ def pack(
         max_tokens: largest number of tokens in a pack.
 
     Raises:
-        ConfigError: `samples` is empty, a sample is longer than `max_tokens`, or has images or no prompt, packed tensors of one
-            name differ in dtype or in shape per token, NumPy does not have a tensor's dtype, or a number is below 1.
+        ConfigError: `samples` is empty, a sample is longer than `max_tokens` or has no prompt, packed tensors of one name
+            differ in dtype or in shape per token, NumPy does not have a tensor's dtype, tensors of images cannot be joined, or
+            a number is below 1.
     """
     for name, number in (("num_ranks", num_ranks), ("max_tokens", max_tokens)):
         if not is_count(number):
@@ -96,7 +102,6 @@ def pack(
             raise ConfigError(
                 f"pack: samples[{index}] must have at most max_tokens={max_tokens} tokens, got {length}"
             )
-        sample.refuse_images(f"pack: samples[{index}]")
         if not sample.prompt_ids:
             raise ConfigError(f"pack: samples[{index}] must have a prompt, got none")
     kinds = _kinds(samples)
@@ -213,8 +218,21 @@ def _pack(
         group_ids=np.asarray([s.group_id for s in chosen], "int64"),
         indices=np.asarray(indices or [-1], "int64"),
         tensors={name: _tensor(chosen, name, none) for name, (none, _) in kinds.items()},
+        images=_images(chosen),
         max_seqlen=max(lengths),
     )
+
+
+def _images(chosen: Sequence[TrainingSample]) -> dict[str, Array]:
+    """Return the tensors of the images of samples, in the order of the samples; raise `ConfigError` as `pack` does."""
+    found = joined([sample.image_tensors for sample in chosen if sample.has_images])
+    for name, tensor in found.items():
+        if not tensor.has_numpy_dtype:
+            raise ConfigError(
+                f"pack: tensor {name!r} of images must have a dtype of NumPy, got {tensor.dtype}; store it as float32"
+            )
+    # Copy, because an array of a sample cannot be changed.
+    return {name: tensor.to_numpy().copy() for name, tensor in found.items()}
 
 
 def _tensor(chosen: Sequence[TrainingSample], name: str, none: Array) -> Array:

@@ -13,7 +13,7 @@ import mmap
 import sys
 import weakref
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import msgspec
@@ -27,7 +27,8 @@ MAX_DIMS = 8
 MAPPED_NBYTES = 1 << 20
 """Smallest size of a copied tensor that gets its own memory mapping."""
 IMAGES = "images."
-"""Beginning of the names of the tensors that a worker makes of the images in a prompt, such as `images.pixel_values`."""
+"""Beginning of the names of the tensors that a worker makes of the images in a prompt: `images.SET.NAME`. SET is the key of an
+`ImageSet` in an outcome, and the place of the set among the sets of a sample, such as `images.0.pixel_values`."""
 KEPT_MAPPINGS = 32
 """Largest number of unused mappings that are kept, because new memory is slow at its first use: 0.3 to 4 s per GB."""
 
@@ -179,6 +180,52 @@ class SampleTensor(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
                 f"tensor: the elements are in the memory of {self.held.holder}, not of this process; get the batch with "
                 "BatchClient.next_batch, or start workers with a larger --inline-nbytes"
             )
+
+
+def images_in(tensors: Mapping[str, SampleTensor]) -> dict[str, dict[str, SampleTensor]]:
+    """Return the tensors of images in `tensors`: SET -> NAME -> tensor, see `IMAGES`. The sets keep their order."""
+    found: dict[str, dict[str, SampleTensor]] = {}
+    for full, tensor in tensors.items():
+        if full.startswith(IMAGES):
+            of_set, _, name = full.removeprefix(IMAGES).partition(".")
+            found.setdefault(of_set, {})[name] = tensor
+    return found
+
+
+def joined(sets: Sequence[Mapping[str, SampleTensor]]) -> dict[str, SampleTensor]:
+    """Return the tensors of several sets of images as one set: tensors with the same name, one after the other.
+
+    The first dimension of each tensor counts images or parts of images.
+
+    Raises:
+        ConfigError: a set lacks a name of another set, tensors with the same name differ in dtype or in another dimension than
+            the first, or another process holds the elements.
+    """
+    if len(sets) < 2:
+        return {name: tensor for each in sets for name, tensor in each.items()}
+    names = dict.fromkeys(name for each in sets for name in each)
+    return {name: _joined(name, [each.get(name) for each in sets]) for name in names}
+
+
+def _joined(name: str, tensors: Sequence[SampleTensor | None]) -> SampleTensor:
+    """Return the tensors called `name` as one tensor; raise `ConfigError` as `joined` does. None is a missing tensor."""
+    kinds = {
+        (each.dtype, each.shape[1:]) if each is not None and each.shape else None
+        for each in tensors
+    }
+    if len(kinds) > 1 or None in kinds:
+        got = [None if each is None else (each.dtype.value, each.shape) for each in tensors]
+        raise ConfigError(
+            f"images: tensors {name!r} must have the same dtype and the same dimensions after the first, got {got}"
+        )
+    whole = [each for each in tensors if each is not None]
+    for each in whole:
+        each._check_here()
+    rows = sum(each.shape[0] for each in whole)
+    data: Any = b"".join(each.data for each in whole)
+    return SampleTensor(
+        dtype=whole[0].dtype, shape=(rows, *whole[0].shape[1:]), data=data, per_token=False
+    )
 
 
 def _copied(array: Any) -> Any:

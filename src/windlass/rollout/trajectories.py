@@ -1,6 +1,7 @@
 """Trajectories: the engine calls of one conversation as one sequence of tokens, without tokenising text again.
 
-A call continues an earlier trajectory if its prompt begins with all tokens of the trajectory (prompt and output). Tokens
+A call continues an earlier trajectory if its prompt begins with all tokens of the trajectory (prompt and output) and with all
+its images: equal tokens can stand for other images. Tokens
 between both calls (an answer of a tool, tokens of a chat template) become output tokens that are not trained. Any other
 call begins a branch, which is a new trajectory; its `prompt_ids` contain the tokens shared with an earlier trajectory. So
 each generated token is an output token of exactly one trajectory, and no token is trained twice.
@@ -31,7 +32,8 @@ class Trajectory(msgspec.Struct, frozen=True):
         finish_reason: the engine's reason for the end of the last call.
         parent: index of the trajectory that shares the most tokens with the beginning of `prompt_ids`; -1 if no
             earlier trajectory shares any.
-        num_shared: number of these shared tokens.
+        num_shared: number of these shared tokens. 0 if the first images differ, because equal tokens stand for other images.
+        images: keys of the sets of images in all tokens, in order; see `Turn`.
     """
 
     prompt_ids: tuple[int, ...]
@@ -42,6 +44,7 @@ class Trajectory(msgspec.Struct, frozen=True):
     finish_reason: str
     parent: int = -1
     num_shared: int = 0
+    images: tuple[str, ...] = ()
 
 
 def merge_turns(turns: Iterable[Turn]) -> tuple[Trajectory, ...]:
@@ -58,11 +61,19 @@ def merge_turns(turns: Iterable[Turn]) -> tuple[Trajectory, ...]:
         if not turn.output.output_ids:
             continue
         prompt = turn.prompt_ids
-        continued = [each for each in growing if _begins_with(prompt, each.complete)]
+        continued = [
+            each
+            for each in growing
+            if turn.images[: len(each.images)] == each.images
+            and _begins_with(prompt, each.complete)
+        ]
         if continued:
             max(continued, key=lambda each: len(each.complete)).add(turn)
             continue
-        shared = [_num_shared(prompt, each.complete) for each in growing]
+        shared = [
+            0 if _differ(turn.images, each.images) else _num_shared(prompt, each.complete)
+            for each in growing
+        ]
         most = max(shared, default=0)
         growing.append(_Growing(turn, shared.index(most) if most else -1, most))
     return tuple(each.trajectory() for each in growing)
@@ -83,7 +94,10 @@ def increments(turns: Sequence[Turn]) -> tuple[TurnIncrement, ...]:
         added = turn.prompt_ids[num_shared:]
         complete.append(turn.prompt_ids + turn.output.output_ids)
         found.append(
-            TurnIncrement(added, turn.output, turn.finish_reason, turn.text, earlier, num_shared)
+            TurnIncrement(
+                *(added, turn.output, turn.finish_reason, turn.text, earlier, num_shared),
+                images=turn.images,
+            )
         )
     return tuple(found)
 
@@ -97,7 +111,7 @@ def whole_turns(found: Iterable[TurnIncrement]) -> tuple[Turn, ...]:
             before = turns[each.earlier]
             whole = before.prompt_ids + before.output.output_ids
             prompt_ids = whole[: each.num_shared] + prompt_ids
-        turns.append(Turn(prompt_ids, each.output, each.finish_reason, each.text))
+        turns.append(Turn(prompt_ids, each.output, each.finish_reason, each.text, each.images))
     return tuple(turns)
 
 
@@ -110,6 +124,7 @@ class _Growing:
         self._logprobs: list[float] = []
         self._versions: list[int] = []
         self._mask: list[bool] = []
+        self.images: tuple[str, ...] = ()
         self.add(first)
 
     def add(self, turn: Turn) -> None:
@@ -120,7 +135,7 @@ class _Growing:
         self._versions += [INSERTED_VERSION] * num_inserted + [*output.versions]
         self._mask += [False] * num_inserted + [True] * len(output.output_ids)
         self.complete = turn.prompt_ids + output.output_ids
-        self._finish_reason = turn.finish_reason
+        self._finish_reason, self.images = turn.finish_reason, turn.images
 
     def trajectory(self) -> Trajectory:
         """Return the trajectory of all calls until now."""
@@ -133,6 +148,7 @@ class _Growing:
             finish_reason=self._finish_reason,
             parent=self._parent,
             num_shared=self._num_shared,
+            images=self.images,
         )
 
 
@@ -141,6 +157,11 @@ def _begins_with(tokens: tuple[int, ...], first: tuple[int, ...]) -> bool:
     # Compare the last token first: it usually differs, and a slice would copy all tokens.
     length = len(first)
     return len(tokens) >= length and tokens[length - 1] == first[-1] and tokens[:length] == first
+
+
+def _differ(one: tuple[str, ...], other: tuple[str, ...]) -> bool:
+    """Return whether two lists of images differ at a place that both have."""
+    return any(a != b for a, b in zip(one, other, strict=False))
 
 
 def _num_shared(one: tuple[int, ...], other: tuple[int, ...]) -> int:

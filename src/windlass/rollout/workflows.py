@@ -26,7 +26,8 @@ from windlass.rollout.chat.messages import Template
 from windlass.rollout.chat.server import ChatServer
 from windlass.rollout.chat.session import Branch, ChatSession
 from windlass.rollout.contained import ENDS_LOOP, contain_tasks, contained
-from windlass.rollout.generate import AttemptError, AttemptResult, Watch, generate
+from windlass.rollout.generate import AttemptError, AttemptResult, Reject, Watch, generate
+from windlass.rollout.images import ImagePrompt, ImageSet
 from windlass.rollout.messages import (
     ErrorKind,
     OutcomeStatus,
@@ -36,7 +37,7 @@ from windlass.rollout.messages import (
     Turn,
     WorkerHello,
 )
-from windlass.rollout.tensors import SampleTensor, check_tensors
+from windlass.rollout.tensors import IMAGES, SampleTensor, check_tensors
 from windlass.rollout.text import Chat, Message, TextCodec, TextPrompts
 from windlass.rollout.trajectories import increments
 from windlass.rollout.values import encode_value, plain_integers, plain_numbers
@@ -51,12 +52,8 @@ NO_TOKENIZER = (
 )
 
 
-_KINDS = ("output", Partial), ("finish_reason", str), ("text", str)
+_KINDS = ("output", Partial), ("finish_reason", str), ("text", str), ("images", tuple)
 """Fields of a `Turn` other than `prompt_ids`, and their types."""
-
-
-class Reject(RolloutError):
-    """Raised by a workflow to discard its answer; the controller then submits the rollout again."""
 
 
 class TooOld(RolloutError):
@@ -75,12 +72,13 @@ class WorkflowContext:
         sampling: the submitter's sampling parameters, for calls that pass none.
         turns: finished engine calls, in the order in which they ended. A workflow may add turns of its own.
         branches: calls of `chat` after the first one that do not continue an earlier call.
-        tensors: named tensors that the workflow adds, such as routed experts or features of images; see `Rollout.tensors`.
+        tensors: named tensors that the workflow adds, such as routed experts; see `Rollout.tensors`. Names must not begin with
+            `images.`: the tensors of images in messages have such names.
     """
 
     __slots__ = (
-        *("_chat", "_conversations", "_made", "_num_calls", "_prompts", "_session", "_task"),
-        "_versions",
+        *("_chat", "_conversations", "_images", "_made", "_num_calls", "_prompts", "_session"),
+        *("_task", "_versions"),
         *("arguments", "attempt", "branches", "sampling", "task_id", "tensors", "turns"),
     )
 
@@ -101,6 +99,8 @@ class WorkflowContext:
         self._versions: tuple[int, ...] = ()
         # `id` of a turn's prompt and `id` of its answer -> turn that `generate` made. Such a turn needs no check.
         self._made: dict[tuple[int, int], Turn] = {}
+        # Key of a set of images -> the set, for all images in prompts.
+        self._images: dict[str, ImageSet] = {}
         self.task_id, self.attempt, self.sampling = task.task_id, task.attempt, task.sampling
         self.arguments: object = msgspec.msgpack.decode(task.arguments)
         self.turns: list[Turn] = []
@@ -118,6 +118,7 @@ class WorkflowContext:
         *,
         watch: Watch | None = None,
         keep_seed: bool = False,
+        images: ImagePrompt | None = None,
     ) -> Turn:
         """Generate one answer, append the `Turn` to `turns`, and return it.
 
@@ -129,9 +130,12 @@ class WorkflowContext:
             watch: function that gets the tokens while the engine generates them; None if it is not needed.
             keep_seed: whether the engine gets the seed of `sampling` unchanged. By default each call of the workflow gets
                 another seed, because equal seeds could give equal answers.
+            images: images of the prompt, whose `ids` are `prompt_ids`; `chat` and `chat_endpoint` pass those of messages. None
+                if there are none.
 
         Raises:
             ConfigError: the prompt is empty, or has an element that is not an integer.
+            Reject: the prompt has images, and the answer has the token of an image. Do not catch this error.
             RolloutError: the engine failed, or the versions of the rollout's tokens differ by more than the
                 `max_staleness` of the `StalenessPolicy`. Do not catch this error in a workflow: the worker
                 must report it to the controller.
@@ -147,8 +151,11 @@ class WorkflowContext:
             prompt_ids=tokens,
             sampling=(sampling or self.sampling).seeded(offset),
         )
-        answer = await generate(self._session, call, watch)
-        turn = Turn(call.prompt_ids, answer.tokens, answer.finish_reason)
+        answer = await generate(self._session, call, watch, images)
+        keys = images.keys if images is not None else ()
+        if images is not None:
+            self._images.update({each.key: each for each in images.sets})
+        turn = Turn(call.prompt_ids, answer.tokens, answer.finish_reason, images=keys)
         if answer.tokens.versions:
             log_fields(version=answer.tokens.versions[-1])
             self._check_age(answer.tokens.versions)
@@ -185,7 +192,28 @@ class WorkflowContext:
             plain_integers(f"{where}: versions", turn.output.versions),
         )
         prompt_ids = plain_integers(f"{where}: prompt_ids", turn.prompt_ids)
-        return Turn(prompt_ids, output, turn.finish_reason, turn.text)
+        if unknown := [key for key in turn.images if key not in self._images]:
+            raise ConfigError(
+                f"{where}: images must be those of turns that `chat` has returned, got {unknown[0]!r}"
+            )
+        return Turn(prompt_ids, output, turn.finish_reason, turn.text, turn.images)
+
+    def _all_tensors(self, turns: Sequence[Turn]) -> dict[str, SampleTensor]:
+        """Return the tensors that the workflow has added, and those of the images in `turns`.
+
+        Raises:
+            ConfigError: a value is no tensor, or a name begins with `IMAGES`.
+        """
+        where = f"workflow {self._task.workflow}: "
+        found = dict(check_tensors(where, self.tensors))
+        if reserved := [name for name in found if name.startswith(IMAGES)]:
+            raise ConfigError(
+                f"{where}tensors: a name must not begin with {IMAGES!r}, got {reserved[0]!r}: such names belong to the images "
+                "in messages"
+            )
+        for key in dict.fromkeys(key for turn in turns for key in turn.images):
+            found |= self._images[key].named()
+        return found
 
     def chat_endpoint(
         self, *, request_sampling: bool = False
@@ -263,22 +291,18 @@ class WorkflowContext:
             sampling: sampling parameters of this call; by default the submitter's.
 
         Raises:
-            ConfigError: as for `render`.
-            RolloutError: as for `generate`.
+            ConfigError: the messages are invalid, the chat template refuses them, the processor refuses their images, a text
+                next to images has the token of an image, or the worker has no tokenizer.
+            Reject, RolloutError: as for `generate`.
         """
         chat, prompts = _chat(messages, tools), self._tokenizer()
-        if chat.images:
-            raise ConfigError(
-                f"workflow {self._task.workflow}: messages of `chat` must have no images, got {len(chat.images)}; submit "
-                "messages with images as a prompt"
-            )
         if self._conversations is None:
             self._conversations = Conversations(prompts.codec)
         template = Template(chat.tools, chat.template_arguments)
         prompt = await self._conversations.prompt(
             [ChatMessage.of(message) for message in chat.messages], template
         )
-        turn = await self.generate(prompt.ids, sampling)
+        turn = await self.generate(prompt.ids, sampling, images=prompt.images)
         output_ids = turn.output.output_ids
         text = await asyncio.to_thread(prompts.decode, output_ids)
         with_text = msgspec.structs.replace(turn, text=text)
@@ -459,13 +483,12 @@ class Attempts:
                 value = await self._call(workflow, context)
             finally:
                 deadline.cancel()
-        what = f"workflow {task.workflow}: "
+        turns = context._plain_turns()
+        tensors = context._all_tensors(turns)
         return AttemptResult(
-            turns=increments(context._plain_turns()),
-            value=encode_value(f"{what}value", value),
-            tensors=await self._hold(check_tensors(what, context.tensors))
-            if context.tensors
-            else {},
+            turns=increments(turns),
+            value=encode_value(f"workflow {task.workflow}: value", value),
+            tensors=await self._hold(tensors) if tensors else {},
         )
 
     async def _answer_text(self, task: RolloutTask) -> AttemptResult:
@@ -473,6 +496,7 @@ class Attempts:
 
         Raises:
             AttemptError: there is no tokenizer, the tokenizer refuses the messages, or `generate` raised this error.
+            Reject: `generate` raised this error.
         """
         prompts = self._prompts
         if prompts is None:
@@ -489,7 +513,7 @@ class Attempts:
         self._prompt_ids[task.task_id, task.attempt] = task.prompt_ids
         answer = await generate(self._session, task, images=images)
         text = await asyncio.to_thread(prompts.decode, answer.tokens.output_ids)
-        tensors = {} if images is None else await self._hold(images.tensors)
+        tensors = {} if images is None else await self._hold(images.sets[0].named())
         return msgspec.structs.replace(answer, text=text, tensors=tensors)
 
     async def _call(self, workflow: Workflow, context: WorkflowContext) -> object:

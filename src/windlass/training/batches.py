@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import inspect
 from collections import defaultdict
-from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, final
 
 import msgspec
 import torch
 
 from windlass.errors import ConfigError
 from windlass.rollout.messages import TrainingSample
-from windlass.rollout.tensors import SampleTensor
+from windlass.rollout.tensors import IMAGES, SampleTensor, joined
+from windlass.rollout.trajectories import INSERTED_VERSION
 from windlass.training.advantages import (
     SumOverRanks,
     group_relative,
@@ -110,6 +112,7 @@ class TokenBatch:
         mask: 1.0 where the next token is trained, else 0.0.
         rollout_logprobs, advantages: values of the next tokens; 0.0 where `mask` is 0.
         sequences: index of the sample at each position, for the functions of `windlass.training.losses`.
+        images: tensors of the images of all samples, in the order of the rows, by the model's names.
     """
 
     input_ids: torch.Tensor
@@ -120,13 +123,70 @@ class TokenBatch:
     rollout_logprobs: torch.Tensor
     advantages: torch.Tensor
     sequences: torch.Tensor
+    images: Mapping[str, torch.Tensor] = field(default_factory=dict)
 
     def model_arguments(self) -> dict[str, torch.Tensor]:
-        """Return the arguments of a causal language model of transformers."""
+        """Return the arguments of a causal language model of transformers; for models with images see `VisionModel`."""
         found = {"input_ids": self.input_ids, "position_ids": self.position_ids}
         if self.attention_mask is not None:
             found["attention_mask"] = self.attention_mask
         return found
+
+
+@final
+class VisionModel:
+    """Properties of a vision-language model of transformers.
+
+    Args:
+        model: the model; its configuration has `image_token_id`.
+
+    Attributes:
+        image_token_id: token that stands for a part of an image.
+    """
+
+    def __init__(self, model: torch.nn.Module) -> None:
+        found: Any = model
+        self.image_token_id: int = found.config.image_token_id
+        self._takes_types = "mm_token_type_ids" in inspect.signature(found.forward).parameters
+
+    @staticmethod
+    def has_images(config: object) -> bool:
+        """Return whether a configuration of transformers belongs to a model that takes images."""
+        return hasattr(config, "vision_config") and hasattr(config, "image_token_id")
+
+    def arguments(self, batch: TokenBatch) -> dict[str, torch.Tensor]:
+        """Return the arguments of the model for a padded batch.
+
+        They have no positions: positions may depend on the places and sizes of images, so the model computes them.
+        """
+        found = {**batch.model_arguments(), **batch.images}
+        del found["position_ids"]
+        if self._takes_types:
+            found["mm_token_type_ids"] = (batch.input_ids == self.image_token_id).int()
+        return found
+
+    def is_trainable(self, sample: TrainingSample) -> bool:
+        """Return whether each token of an image in a sample stands for one of its images.
+
+        The model would put the features of an image in place of a generated token of an image, and of such a token in text.
+        """
+        if not sample.has_images:
+            return self.image_token_id not in sample.prompt_ids + sample.output_ids
+        made = zip(sample.output_ids, sample.versions, strict=True)
+        return (self.image_token_id, True) not in (
+            (token, v != INSERTED_VERSION) for token, v in made
+        )
+
+    def blanked(self, sample: TrainingSample) -> TrainingSample:
+        """Return a sample of the same length that is not trained, without images, and with token 0 in place of their tokens."""
+        blank = {self.image_token_id: 0}
+        return msgspec.structs.replace(
+            sample,
+            prompt_ids=tuple(blank.get(token, token) for token in sample.prompt_ids),
+            output_ids=tuple(blank.get(token, token) for token in sample.output_ids),
+            loss_mask=(False,) * len(sample.output_ids),
+            tensors={n: t for n, t in sample.tensors.items() if not n.startswith(IMAGES)},
+        )
 
 
 _ATTENTIONS = frozenset({"full_attention", "sliding_attention", "chunked_attention"})
@@ -157,12 +217,14 @@ def token_batch(
             flash attention does, and the model must have no other layers that mix tokens; see `only_attends`.
 
     Raises:
-        ConfigError: a sample has images or no prompt, or does not have exactly one advantage per output token.
+        ConfigError: a sample has no prompt, or does not have exactly one advantage per output token; a sample has images and
+            the batch is packed; or the tensors of images cannot be joined.
     """
     columns: dict[str, list[torch.Tensor]] = defaultdict(list)
     for number, sample in enumerate(samples):
         where = f"sample of group {sample.group_id}: "
-        sample.refuse_images("token_batch")
+        if packed:
+            sample.refuse_images("token_batch with packed=True")
         if not sample.prompt_ids:
             raise ConfigError(f"{where}prompt_ids must not be empty, got ()")
         if ADVANTAGES not in sample.tensors:
@@ -185,6 +247,7 @@ def token_batch(
         logprobs = torch.tensor(sample.logprobs) * mask
         columns["rollout_logprobs"].append(torch.cat([no_target, logprobs]))
         columns["advantages"].append(torch.cat([no_target, own.float() * mask]))
+    rows: dict[str, Any]
     if packed:
         rows = {name: torch.cat(values)[None].to(device) for name, values in columns.items()}
         return TokenBatch(attention_mask=None, **rows)
@@ -197,4 +260,6 @@ def token_batch(
     rows["sequences"] = numbers.expand_as(rows["input_ids"])
     places = torch.arange(int(lengths.max()))
     attention_mask = (places < lengths[:, None]).long().to(device)
-    return TokenBatch(attention_mask=attention_mask, **rows)
+    found = joined([sample.image_tensors for sample in samples if sample.has_images])
+    images = {name: tensor.to_torch().to(device) for name, tensor in found.items()}
+    return TokenBatch(attention_mask=attention_mask, images=images, **rows)

@@ -8,15 +8,16 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import final
 
 from windlass.rollout.chat.messages import NO_TOOLS, Message, Template, ToolCall, fingerprints
+from windlass.rollout.images import ImagePrompt
 from windlass.rollout.text import TemplateInput, TextCodec
 
 MAX_END_TOKENS = 16
 """Longest run of tokens that both the model and the chat template put at the end of an answer, such as an end token.
-`_joined` searches no longer run."""
+`_num_repeated` searches no longer run."""
 
 REWRITES = "the chat template renders earlier messages differently if the new messages follow"
 OTHER_HISTORY = "the messages do not continue an earlier answer of this session"
@@ -36,11 +37,13 @@ class Prompt:
         messages: messages of the request; earlier answers are as the engine generated them.
         branch: reason why the prompt does not continue an earlier answer; empty for the first prompt of a session,
             and for a prompt that continues an answer.
+        images: images of the prompt, whose `ids` are the prompt's; None if there are none.
     """
 
     ids: tuple[int, ...]
     messages: tuple[Message, ...] = ()
     branch: str = ""
+    images: ImagePrompt | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,11 +54,13 @@ class _Answered:
         messages: the conversation, with the answer as its last message.
         prompt_ids: token ids of the prompt.
         output_ids: token ids that the engine generated.
+        images: images of the prompt; None if there are none.
     """
 
     messages: tuple[Message, ...]
     prompt_ids: tuple[int, ...]
     output_ids: tuple[int, ...]
+    images: ImagePrompt | None
 
     @property
     def reasoning(self) -> tuple[str, ...]:
@@ -87,7 +92,8 @@ class Conversations:
         """Return the prompt of a conversation.
 
         Raises:
-            ConfigError: the chat template refuses the conversation.
+            ConfigError: the chat template refuses the conversation, or the processor its images; or a text or an answer has
+                the token of an image.
         """
         # Render in a thread, because a long conversation would block the event loop.
         return await asyncio.to_thread(self._prompt, tuple(messages), template)
@@ -101,7 +107,7 @@ class Conversations:
     ) -> None:
         """Record an answer of the engine, so that later prompts can continue it."""
         messages = (*prompt.messages, answer)
-        known = _Answered(messages, prompt.ids, output_ids)
+        known = _Answered(messages, prompt.ids, output_ids, prompt.images)
         digest = fingerprints(messages, template)[-1]
         alike = self._answered.get(digest, ())
         others = (each for each in alike if each.reasoning != known.reasoning)
@@ -168,8 +174,20 @@ class Conversations:
                 # Use the recorded messages: clients may drop the reasoning of earlier answers.
                 whole = (*known.messages, *messages[len(known.messages) :])
                 return self._continued(known, whole, template)
-        ids = self._text.encode(self._rendered(messages, template))
-        return Prompt(ids, messages, OTHER_HISTORY if self._answered else "")
+        branch = OTHER_HISTORY if self._answered else ""
+        return self._new(self._rendered(messages, template), messages, branch)
+
+    def _new(self, text: str, messages: tuple[Message, ...], branch: str) -> Prompt:
+        """Return the prompt of messages that continue no answer. `text` is their text in the chat template."""
+        found = self._encoded(text, messages)
+        return Prompt(found.ids, messages, branch, found if found.sets else None)
+
+    def _encoded(self, text: str, messages: Sequence[Message]) -> ImagePrompt:
+        """Return a text with the placeholders of the messages' images in tokens, and these images."""
+        if images := [image for message in messages for image in message.images]:
+            return self._text.with_images(text, images)
+        ids = self._text.encode(text)
+        return ImagePrompt(ids, ids)
 
     def _rendered(
         self,
@@ -197,9 +215,17 @@ class Conversations:
         after = self._after_last(known, whole, template)
         after = after or self._after_any(known, messages, whole, template)
         if not after:
-            return Prompt(self._text.encode(whole), messages, REWRITES)
-        ids = _joined(known.output_ids, self._text.encode(after))
-        return Prompt(known.prompt_ids + ids, messages)
+            return self._new(whole, messages, REWRITES)
+        new = self._encoded(after, messages[len(known.messages) :])
+        # The answer may end with the first ids of the text after it, because the model generated them.
+        num_known = _num_repeated(known.output_ids, new.ids)
+        answer, ids = known.output_ids, known.prompt_ids + known.output_ids + new.ids[num_known:]
+        if known.images is None and not new.sets:
+            return Prompt(ids, messages)
+        before = known.images or ImagePrompt(known.prompt_ids, known.prompt_ids)
+        rest = replace(new, ids=new.ids[num_known:], short_ids=new.short_ids[num_known:])
+        images = before.followed_by(ImagePrompt(answer, answer)).followed_by(rest)
+        return Prompt(ids, messages, images=images)
 
     def _after_last(self, known: _Answered, whole: str, template: Template) -> str:
         """Return the part of the new conversation's text `whole` that follows the content of `known`'s answer.
@@ -277,12 +303,9 @@ def _common_end(one: str, other: str) -> str:
     return "" if one == other else _common_begin(one[::-1], other[::-1])[::-1]
 
 
-def _joined(ids: tuple[int, ...], after: tuple[int, ...]) -> tuple[int, ...]:
-    """Return the ids of an answer, followed by the ids of the text after it.
-
-    The answer may end with the first ids of this text, because the model generated them. These ids are not repeated.
-    """
+def _num_repeated(ids: tuple[int, ...], after: tuple[int, ...]) -> int:
+    """Return the number of ids at the end of `ids` with which `after` begins, at most `MAX_END_TOKENS`."""
     for length in range(min(len(after), MAX_END_TOKENS), 0, -1):
         if ids[-length:] == after[:length]:
-            return ids + after[length:]
-    return ids + after
+            return length
+    return 0

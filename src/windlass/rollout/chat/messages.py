@@ -9,6 +9,7 @@ from typing import Any
 import msgspec
 
 from windlass.errors import DECODE_ERRORS
+from windlass.rollout.images import digest_of, is_image
 
 
 class ToolCall(msgspec.Struct, frozen=True):
@@ -27,6 +28,7 @@ class Message(msgspec.Struct, frozen=True):
         tool_call_id: id of the call that a message of role `tool` answers.
         name: name of the function or participant; may be empty.
         more: further keys, which only the chat template knows.
+        parts: texts and encoded images of a content with images, in order; empty for a content without images.
     """
 
     role: str
@@ -36,6 +38,12 @@ class Message(msgspec.Struct, frozen=True):
     tool_call_id: str = ""
     name: str = ""
     more: Mapping[str, Any] = {}
+    parts: tuple[str | bytes, ...] = ()
+
+    @property
+    def images(self) -> tuple[bytes, ...]:
+        """Encoded images of the message, in order."""
+        return tuple(part for part in self.parts if isinstance(part, bytes))
 
     @classmethod
     def of(cls, given: Mapping[str, Any]) -> Message:
@@ -43,9 +51,11 @@ class Message(msgspec.Struct, frozen=True):
 
         If one of its tool calls has a different format, `more` gets all its tool calls unchanged.
         """
-        content = given.get("content")
+        content, parts = given.get("content"), tuple[str | bytes, ...]()
         if isinstance(content, list):
-            content = "\n".join(part["text"] for part in content)
+            if any(map(is_image, content)):
+                parts = tuple(part["image"] if is_image(part) else part["text"] for part in content)
+            content = "\n".join(part["text"] for part in content if not is_image(part))
         calls = given.get("tool_calls")
         found = [_call_of(each) for each in calls] if isinstance(calls, list) else []
         of_client = {"role", "content"}
@@ -58,11 +68,20 @@ class Message(msgspec.Struct, frozen=True):
                 of_client.add(key)
                 known[name] = given[key]
         more = {key: value for key, value in given.items() if key not in of_client}
-        return cls(given["role"], content or "", **known, more=more)
+        return cls(given["role"], content or "", **known, more=more, parts=parts)
 
     def for_template(self) -> dict[str, Any]:
-        """Return the message as chat templates expect it: the arguments of tool calls are decoded from JSON."""
+        """Return the message as chat templates expect it.
+
+        The arguments of tool calls are decoded from JSON. A content with images is a list of parts, and an image is a part
+        without data, because the template only writes its placeholder.
+        """
         found: dict[str, Any] = {"role": self.role, "content": self.content}
+        if self.parts:
+            found["content"] = [
+                {"type": "text", "text": part} if isinstance(part, str) else {"type": "image"}
+                for part in self.parts
+            ]
         if self.reasoning:
             found["reasoning_content"] = self.reasoning
         if self.tool_calls:
@@ -84,8 +103,10 @@ class Message(msgspec.Struct, frozen=True):
         """
         calls = [(call.id, call.name, _value(call.arguments)) for call in self.tool_calls]
         content = self.content.strip() if self.role == "assistant" else self.content
+        parts = [part if isinstance(part, str) else [digest_of([part])] for part in self.parts]
         return msgspec.json.encode(
-            (self.role, content, calls, self.tool_call_id, self.name, self.more), order="sorted"
+            (self.role, content, calls, self.tool_call_id, self.name, self.more, parts),
+            order="sorted",
         )
 
 

@@ -14,6 +14,7 @@ import msgspec
 
 from windlass.errors import ConfigError
 from windlass.rollout.chat.messages import NO_TOOLS, Message, Template, ToolCall
+from windlass.rollout.images import encoded_image
 from windlass.rollout.text import check_template_arguments
 from windlass.sampling import SamplingParams
 
@@ -37,6 +38,12 @@ class _Part(msgspec.Struct, frozen=True):
     type: str
     text: str = ""
     refusal: str = ""
+    image_url: object = None
+
+    @property
+    def is_image(self) -> bool:
+        """Whether the part is an image of a chat completion."""
+        return self.type == "image_url"
 
 
 class _Function(msgspec.Struct, frozen=True):
@@ -527,14 +534,26 @@ def _message_of(message: _Message) -> Message:
     )
     texts = (message.reasoning_content, message.reasoning)
     reasoning = next((text for text in texts if text and isinstance(text, str)), "")
+    content, parts = message.content, tuple[str | bytes, ...]()
+    if isinstance(content, list) and any(part.is_image for part in content):
+        parts = tuple(map(_image_or_text_of, content))
+        content = [part for part in content if not part.is_image]
     return Message(
         "system" if message.role == "developer" else message.role,
-        _text_of("messages", message.content),
+        _text_of("messages", content),
         reasoning if message.role == "assistant" else "",
         tool_calls=calls,
         tool_call_id=message.tool_call_id or "",
         name=message.name or "",
+        parts=parts,
     )
+
+
+def _image_or_text_of(part: _Part) -> str | bytes:
+    """Return the encoded image or the text of a part; raise `ConfigError` for another part, or an image that is no data URL."""
+    if part.is_image:
+        return encoded_image("messages", {"type": part.type, "image_url": part.image_url})
+    return _text_of("messages", [part])
 
 
 def _messages_of_items(items: Sequence[_Item]) -> list[Message]:

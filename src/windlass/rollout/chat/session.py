@@ -30,6 +30,7 @@ from windlass.rollout.chat.tool_calls import (
     split_reasoning,
 )
 from windlass.rollout.generate import AttemptError, GeneratedToken, Watch
+from windlass.rollout.images import ImagePrompt
 from windlass.rollout.messages import ErrorKind, Partial, Turn
 from windlass.rollout.text import TextCodec
 from windlass.sampling import SamplingParams
@@ -72,6 +73,7 @@ class Generator(Protocol):
         *,
         watch: Watch | None = None,
         keep_seed: bool = False,
+        images: ImagePrompt | None = None,
     ) -> Turn:
         """Generate one answer; see `WorkflowContext.generate`."""
         ...
@@ -399,6 +401,7 @@ class ChatSession:
                     sampling.seeded(index) if call.keep_seed else sampling,
                     watch=each.watch(call, streams=on_delta is not None),
                     keep_seed=call.keep_seed,
+                    images=prompt.images,
                 )
             )
             for index, each in enumerate(watched)
