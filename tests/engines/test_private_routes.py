@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
 import sys
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -184,6 +187,44 @@ def test_only_the_servers_user_finds_its_key_and_only_while_it_runs(
         (folder,) = tmp_path.iterdir()
         assert {path.stat().st_mode & 0o077 for path in (folder, *folder.iterdir())} == {0}
     assert saved_key("http://127.0.0.1:9") == ""
+
+
+KEEPS_KEY = """
+import subprocess, sys
+from windlass.engines.private_routes import new_key, saved_key
+
+subprocess.run(["hostname", sys.argv[1]], check=True)
+with new_key(9) as key:
+    print(key, flush=True)
+    sys.stdin.read(1)
+    print(saved_key("http://localhost:9") == key, flush=True)
+"""
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can name a host")
+def test_servers_of_two_hosts_with_one_port_have_their_own_keys_in_a_shared_folder(
+    tmp_path: Path,
+) -> None:
+    """Hosts may share the folder of temporary files, for example a TMPDIR in a home directory."""
+    environment = {**os.environ, "TMPDIR": str(tmp_path)}
+    with ExitStack() as stack:
+        hosts = [
+            stack.enter_context(
+                subprocess.Popen(
+                    ("unshare", "--uts", sys.executable, "-c", KEEPS_KEY, name),
+                    env=environment,
+                    stdin=subprocess.PIPE,
+                    stdout=subprocess.PIPE,
+                    text=True,
+                )
+            )
+            for name in ("node-a", "node-b")
+        ]
+        keys = [host.stdout.readline().strip() for host in hosts]  # type: ignore[union-attr]
+        assert len({*keys}) == 2
+        assert [len(key) for key in keys] == [64, 64]
+        found = [host.communicate("x", timeout=60)[0] for host in hosts]
+    assert found == ["True\n", "True\n"]
 
 
 def test_saved_key_of_a_server_that_ends_meanwhile_is_empty(

@@ -92,8 +92,11 @@ def saved_key(url: str) -> str:
 
 
 def key_folder() -> Path:
-    """Return the folder of this user that contains one key per port of a running server."""
-    return Path(tempfile.gettempdir()) / f"windlass-{os.getuid()}"
+    """Return the folder of this user that contains one key per port of a running server on this host.
+
+    The name of the folder contains the host's name, because several hosts may share the folder of temporary files.
+    """
+    return Path(tempfile.gettempdir()) / f"windlass-{os.getuid()}-{os.uname().nodename}"
 
 
 def own_folder() -> Path:
