@@ -260,6 +260,31 @@ def test_a_blocking_hook_is_named_and_sigint_ends_the_job(
         assert job.end() == 130, job.text
 
 
+HANGS_IN_HOOK = (
+    RECIPE.replace("import itertools", "import asyncio, itertools")
+    + """
+    async def {hook}(self, *given):
+        try:
+            await asyncio.sleep(1000)
+        finally:
+            print("{hook} is cancelled", flush=True)
+"""
+)
+
+
+@pytest.mark.parametrize("hook", ["before_step", "ended"])
+def test_a_hook_that_exceeds_its_deadline_ends_the_job_with_its_name(
+    tmp_path: Path, hook: str
+) -> None:
+    config = write(tmp_path, recipe=HANGS_IN_HOOK.replace("{hook}", hook), steps=1)
+    config.write_text(config.read_text().replace("[recipe]", "[recipe]\nhook_deadline_s = 3.0"))
+    with launched(config) as job:
+        assert job.end() == 2, job.text
+    where = "before_step of step 0" if hook == "before_step" else hook
+    assert f"recipe: {where} did not end within 3 s; raise recipe.hook_deadline_s" in job.error
+    assert f"{hook} is cancelled" in job.text
+
+
 def test_two_jobs_cannot_run_in_one_output_folder(tmp_path: Path) -> None:
     config = write(tmp_path, top='resume = "auto"')
     with launched(config) as first:

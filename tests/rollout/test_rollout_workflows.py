@@ -15,6 +15,7 @@ from contextlib import AsyncExitStack
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 import torch
@@ -29,6 +30,7 @@ from windlass.rollout import (
     Reject,
     RolloutConfig,
     RolloutController,
+    SampleTensor,
     SamplingParams,
     StalenessPolicy,
     StaticEngines,
@@ -162,7 +164,16 @@ class NoText(Exception):
 async def breaks(context: WorkflowContext) -> object:
     finish_reason: Any = None if context.arguments == "text of a turn" else "stop"
     turn = Turn((1,), Partial((2,), (math.nan,), (3,)), finish_reason)
-    turns: dict[object, Any] = {"turns": "no turn", "text of a turn": turn, "logprob": turn}
+    sound = Turn((1,), Partial((2,), (-0.5,), (3,)), "stop")
+    turns: dict[object, Any] = {
+        "turns": "no turn",
+        "text of a turn": turn,
+        "logprob": turn,
+        "images": msgspec.structs.replace(sound, images=("a",)),
+        "name of a tensor": sound,
+    }
+    if context.arguments == "name of a tensor":
+        context.tensors["images.a.pixels"] = SampleTensor.of([1.0], per_token=False)
     if context.arguments in turns:
         context.turns.append(turns[context.arguments])
         return 1.0
@@ -176,6 +187,11 @@ async def breaks(context: WorkflowContext) -> object:
         ("turns", r"ConfigError: workflow breaks: turns\[0\] must be a Turn, got str"),
         ("text of a turn", r"turns\[0\]: finish_reason must be str, got None"),
         ("logprob", r"turns\[0\]: logprobs\[0\] must be finite, got nan"),
+        ("images", r"turns\[0\]: images must be those of turns that `chat` has returned, got 'a'"),
+        (
+            "name of a tensor",
+            r"tensors: a name must not begin with 'images\.', got 'images\.a\.pixels'",
+        ),
     ],
 )
 async def test_an_attempt_without_a_valid_outcome_fails_at_once(

@@ -42,10 +42,15 @@ class RecipeSection(msgspec.Struct, frozen=True, kw_only=True):
     Attributes:
         file: Python file.
         name: subclass of `Recipe` in the file; the job creates an object without arguments.
+        hook_deadline_s: seconds for each call of the hooks `before_step`, `after_step` and `ended`; 0 for no deadline.
     """
 
     file: str
     name: str = "Recipe"
+    hook_deadline_s: float = 0.0
+
+    def __post_init__(self) -> None:
+        check_numbers(self, {"hook_deadline_s": 0.0}, where="recipe.")
 
 
 class ControllerSection(msgspec.Struct, frozen=True, kw_only=True):

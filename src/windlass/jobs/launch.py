@@ -11,7 +11,7 @@ import shutil
 import signal
 import sqlite3
 import sys
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
@@ -506,16 +506,15 @@ class Job:
     async def _call_ended(self, summary: JobSummary) -> None:
         """Call the recipe's `ended`. A signal that arrives during the call cancels the call.
 
-        If a signal has already stopped the job, the call is also cancelled after `shutdown_s`. Otherwise the call has no
-        deadline.
+        If a signal has already stopped the job, the call is also cancelled after `shutdown_s`.
+
+        Raises:
+            WindlassError: see `_call_hook`.
         """
-
-        async def call() -> None:
-            # Convert errors inside the task: a SystemExit that leaves the task would end the event loop.
-            with self._in_hook("ended"):
-                await self._recipe.ended(summary)
-
-        hook = asyncio.create_task(call(), name="ended")
+        # `_call_hook` converts errors inside the task: a SystemExit that leaves the task would end the event loop.
+        hook = asyncio.create_task(
+            self._call_hook("ended", lambda: self._recipe.ended(summary)), name="ended"
+        )
         insisted = asyncio.create_task(self.signals.get())
         try:
             timeout_s = self._config.shutdown_s if summary.stopped_by else None
@@ -1029,8 +1028,9 @@ class Job:
         """
         trainer, step = self._config.trainer, self._steps
         samples = [sample for group in batch.values() for sample in group]
-        with self._in_hook(f"before_step of step {step}"):
-            await self._recipe.before_step(step, samples)
+        await self._call_hook(
+            f"before_step of step {step}", lambda: self._recipe.before_step(step, samples)
+        )
         self.controller.observe_samples(samples)
         async with self._in_step:
             self._has_weights = False
@@ -1083,8 +1083,9 @@ class Job:
             }
         )
         self._logs.add("train", self._steps, {"reward": reward, **result.metrics})
-        with self._in_hook(f"after_step of step {step}"):
-            await self._recipe.after_step(step, result)
+        await self._call_hook(
+            f"after_step of step {step}", lambda: self._recipe.after_step(step, result)
+        )
         every = self._config.evaluation.every
         if every and self._steps % every == 0:
             await self._evaluate()
@@ -1278,16 +1279,27 @@ class Job:
         deadline_s = self._config.trainer.step_deadline_s
         return await self._trainers.take_tensors(self._steps, groups, deadline_s=deadline_s)
 
-    @contextmanager
-    def _in_hook(self, hook: str) -> Iterator[None]:
-        """Run a block that calls a hook of the recipe. Report a long wait for the block. Reports and errors name the hook.
+    async def _call_hook(self, hook: str, call: Callable[[], Awaitable[None]]) -> None:
+        """Call a hook of the recipe. Report a long wait for the hook. Reports and errors name the hook.
 
         Raises:
+            PeerTimeout: the hook did not end within `recipe.hook_deadline_s`.
             WindlassError: the hook raised an exception.
         """
+        deadline_s = self._config.recipe.hook_deadline_s
         waiting = self._waiting_for(lambda: f"the recipe's {hook}")
         with recipe_code(hook), self._without_room(), waiting:
-            yield
+            limit = asyncio.timeout(deadline_s or None)
+            try:
+                async with limit:
+                    await call()
+            except TimeoutError as error:
+                # The hook may raise TimeoutError for a reason of its own.
+                if not limit.expired():
+                    raise
+                raise PeerTimeout(
+                    f"recipe: {hook} did not end within {deadline_s:g} s; raise recipe.hook_deadline_s if the hook needs longer"
+                ) from error
 
     @contextmanager
     def _without_room(self) -> Iterator[None]:
@@ -1605,8 +1617,8 @@ def room_deadline_s(config: LaunchConfig) -> float:
     At the staleness bound, the job waits for the next version. The result is the sum of the deadlines of everything that
     may happen before a version is published: a batch and its scores, fetching large tensors, a step, a checkpoint, an
     update, and restarts of ranks. After each restart, the job first repeats the steps since the checkpoint on the same
-    groups. The bound admits no task before these steps are done. Evaluations and hooks of the recipe are not included,
-    because they have no deadline; `Job._submit` waits again after them.
+    groups. The bound admits no task before these steps are done. Evaluations and hooks of the recipe are not included;
+    `Job._submit` waits again after them.
     """
     rollout, trainer = config.rollout, config.trainer
     step_s = (
