@@ -152,7 +152,7 @@ class VisionModel:
     @staticmethod
     def has_images(config: object) -> bool:
         """Return whether a configuration of transformers belongs to a model that takes images."""
-        return hasattr(config, "vision_config") and hasattr(config, "image_token_id")
+        return {"vision_config", "image_token_id"} <= vars(config).keys()
 
     def arguments(self, batch: TokenBatch) -> dict[str, torch.Tensor]:
         """Return the arguments of the model for a padded batch.
