@@ -257,7 +257,7 @@ def test_messages_with_images_are_no_token_ids() -> None:
 
 
 class Talk(Codec):
-    """Codec whose template writes one line per message; one token is one byte."""
+    """Codec with a template that writes one line per message. One token is one byte."""
 
     def template_text(self, chat: TemplateInput, *, add_generation_prompt: bool) -> str:
         lines = []

@@ -29,7 +29,13 @@ from windlass.jobs.train_worker import TrainContext, WrappedEngine, run_train_wo
 from windlass.jobs.training import ComputeType, TrainingSection
 from windlass.rollout.messages import TrainingSample
 from windlass.rollout.packing import divide
-from windlass.training.batches import VisionModel, only_attends, token_batch, with_advantages
+from windlass.training.batches import (
+    VisionConfig,
+    VisionModel,
+    only_attends,
+    token_batch,
+    with_advantages,
+)
 from windlass.training.losses import policy_loss, token_logprobs
 from windlass.training.settings import TokenMean
 
@@ -126,7 +132,7 @@ class StockTrainer(WrappedEngine[FsdpEngine]):
         transformers.logging.disable_progress_bar()
         config = transformers.AutoConfig.from_pretrained(folder, local_files_only=True)
         kind = transformers.AutoModelForCausalLM
-        if VisionModel.has_images(config):
+        if isinstance(config, VisionConfig):
             kind = transformers.AutoModelForImageTextToText
         model: Any = kind.from_pretrained(
             folder,
@@ -141,7 +147,7 @@ class StockTrainer(WrappedEngine[FsdpEngine]):
                 folder,
             )
             self._packed = False
-        if VisionModel.has_images(config):
+        if isinstance(config, VisionConfig):
             self._vision = VisionModel(model)
             if self._packed:
                 _log.warning(
@@ -281,7 +287,7 @@ def decoder_layers(model: Any) -> list[torch.nn.Module]:
         model: model of transformers.
     """
     names = set(model._no_split_modules or ())
-    whole = model.get_decoder() if VisionModel.has_images(model.config) else model
+    whole = model.get_decoder() if isinstance(model.config, VisionConfig) else model
     return [module for module in whole.modules() if type(module).__name__ in names]
 
 

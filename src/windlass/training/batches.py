@@ -6,7 +6,7 @@ import inspect
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, final
+from typing import Any, Protocol, final, runtime_checkable
 
 import msgspec
 import torch
@@ -133,6 +133,14 @@ class TokenBatch:
         return found
 
 
+@runtime_checkable
+class VisionConfig(Protocol):
+    """Configuration of a model of transformers that takes images. Configurations of other models lack these attributes."""
+
+    vision_config: Any
+    image_token_id: int
+
+
 @final
 class VisionModel:
     """Properties of a vision-language model of transformers.
@@ -148,11 +156,6 @@ class VisionModel:
         found: Any = model
         self.image_token_id: int = found.config.image_token_id
         self._takes_types = "mm_token_type_ids" in inspect.signature(found.forward).parameters
-
-    @staticmethod
-    def has_images(config: object) -> bool:
-        """Return whether a configuration of transformers belongs to a model that takes images."""
-        return {"vision_config", "image_token_id"} <= vars(config).keys()
 
     def arguments(self, batch: TokenBatch) -> dict[str, torch.Tensor]:
         """Return the arguments of the model for a padded batch.
