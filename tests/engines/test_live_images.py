@@ -13,6 +13,7 @@ import json
 import os
 import subprocess
 import sys
+import textwrap
 import urllib.request
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
@@ -23,6 +24,7 @@ import msgspec
 import pytest
 import torch
 from servers import ROOT, TOKEN, VENVS, Layout, Server, serving
+from small_job import launch, vllm_engine
 from vision_checkpoint import MERGED, png, write_vision_checkpoint
 
 import windlass
@@ -365,3 +367,88 @@ async def test_answers_with_the_token_of_an_image_are_rejected(
         ):
             await rig.rollouts.wait([handle], deadline_s=120)
     assert rig.rollouts.stats().rejected >= 8
+
+
+JOB = """
+    import base64
+    import itertools
+    from pathlib import Path
+
+    from windlass.jobs import Recipe, Task
+
+    def question(file):
+        return [{{"role": "user", "content": [
+            {{"type": "image", "image": Path(file).read_bytes()}},
+            {{"type": "text", "text": "What is in image 7 ?"}},
+        ]}}]
+
+    class R(Recipe):
+        def tasks(self):
+            for number in itertools.count():
+                # One of three prompts has no image.
+                yield Task(prompt=question({folder!r} + f"/{{number % 3}}.png") if number % 3 else "What is")
+
+        def rewards(self, group):
+            return [float(sum(rollout.output_ids) % 7) for rollout in group.rollouts]
+"""
+JOB_FILE = """
+output_dir = "{folder}/out"
+transport = "cma"
+steps = 3
+
+[environment]
+OMP_NUM_THREADS = "1"
+HF_HUB_OFFLINE = "1"
+
+[recipe]
+file = "{folder}/recipe.py"
+name = "R"
+
+[trainer]
+world_size = 2
+
+[training]
+model = "{model}"
+learning_rate = 1e-4
+
+[[engines]]
+name = "engine-a"
+model = "{model}"
+{engine}
+
+[rollout]
+groups_per_step = 4
+samples_per_group = 2
+tokenizer = "{model}"
+python = "{python}"
+worker_arguments = ["--tensor-transport", "cma"]
+sampling = {{ max_new_tokens = 8 }}
+max_staleness = 1
+on_stale = "train"
+max_rejections = 50
+"""
+
+
+def test_a_job_trains_the_stock_trainer_on_images(tmp_path: Path) -> None:
+    """Two ranks train on samples with and without images, and engines serve the new weights."""
+    write_vision_checkpoint(tmp_path / "model", 1)
+    for number, seed in ((1, 1), (2, 3)):
+        (tmp_path / f"{number}.png").write_bytes(png(2 * MERGED, seed))
+    (tmp_path / "recipe.py").write_text(textwrap.dedent(JOB.format(folder=str(tmp_path))))
+    engine = vllm_engine(tmp_path, max_model_len=256)
+    job = tmp_path / "job.toml"
+    job.write_text(
+        JOB_FILE.format(
+            folder=tmp_path,
+            model=tmp_path / "model",
+            engine=engine,
+            python=VENVS["vllm"] / "bin/python",
+        )
+    )
+    status, printed = launch(job, deadline_s=500.0)
+    assert status == 0, printed
+    lines = (tmp_path / "out" / "metrics.jsonl").read_text().splitlines()
+    first, *_, last = [json.loads(line) for line in lines]
+    assert first["logprob_difference"] < 1e-4
+    assert (last["step"], last["version"], len(lines)) == (3, 3, 3)
+    assert last["grad_norm"] > 0

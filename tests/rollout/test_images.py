@@ -385,6 +385,10 @@ def test_a_sample_has_the_images_of_its_conversation_in_order() -> None:
         ConfigError, match=r"must contain those of its images, got none of the images y"
     ):
         training_samples(finished(turns, {"images.x.pixel_values": rows(1)}), [1.0])
+    with pytest.raises(
+        ConfigError, match=r"names like 'images\.0\.pixel_values', got 'images\.x\.\.\.'; call tra"
+    ):
+        msgspec.structs.replace(long, tensors=tensors)
     wide = {**tensors, "images.x.pixel_values": rows(1, columns=3)}
     found, _ = training_samples(finished(turns, wide), [1.0])
     with pytest.raises(

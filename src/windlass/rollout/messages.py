@@ -456,13 +456,18 @@ class TrainingSample(msgspec.Struct, frozen=True, kw_only=True):
             self._set("metadata", plain_map(f"{where}metadata", self.metadata))
 
     def _check_tensors(self, where: str) -> None:
-        """Raise `ConfigError` for an invalid entry of `tensors`, or for a per-token tensor of the wrong length."""
+        """Raise `ConfigError` for an invalid entry of `tensors`, for a per-token tensor of the wrong length, or for a wrong name."""
         for name, tensor in check_tensors(where, self.tensors).items():
             if tensor.per_token and tensor.shape[0] != len(self.output_ids):
                 raise ConfigError(
                     f"{where}tensor {name!r} must have one entry per output token ({len(self.output_ids)}), got shape "
                     f"{tensor.shape}; set per_token=False if the tensor has other dimensions"
                 )
+        if unknown := [key for key in images_in(self.tensors) if not key.isdecimal()]:
+            raise ConfigError(
+                f"{where}tensors of images must have names like 'images.0.pixel_values', got 'images.{unknown[0]}...'; call "
+                "training_samples, which makes these names from those of a rollout"
+            )
 
     @property
     def has_images(self) -> bool:
