@@ -320,14 +320,18 @@ def test_a_job_that_is_killed_three_times_trains_each_prompt_once(tmp_path: Path
     assert open_tasks(tmp_path / "journal") == []
 
 
-def test_a_job_that_is_killed_with_a_taken_batch_trains_each_prompt_once(tmp_path: Path) -> None:
+@pytest.mark.parametrize("has_journal", [False, True], ids=["memory", "journal"])
+def test_a_job_that_is_killed_with_a_taken_batch_trains_each_prompt_once(
+    tmp_path: Path, has_journal: bool
+) -> None:
     """Kill the job with a batch that no step has trained on, first behind a checkpoint and then with two steps in between."""
-    job, recipe = counting_job(tmp_path)
+    job, recipe = counting_job(tmp_path, has_journal=has_journal)
     recipes = [killed_with_batch(recipe, 3), killed_with_batch(recipe, 8), recipe]
     trained = run_all(job, recipes, (0, 3, 6))
     kept = [*trained[0][:3], *trained[1][:3], *trained[2]]
     assert sorted(n for step in kept for n in step) == [*range(1, 25)]
-    assert open_tasks(tmp_path / "journal") == []
+    if has_journal:
+        assert open_tasks(tmp_path / "journal") == []
 
 
 def test_a_killed_job_drops_no_group_of_the_steps_since_its_checkpoint(tmp_path: Path) -> None:
