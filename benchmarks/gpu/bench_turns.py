@@ -7,7 +7,8 @@ their addresses and have no pages. In each turn the engine sleeps, the trainer g
 them, and publishes; the engine wakes and reads them (transport `pull`); then the trainer frees its weights in `release`.
 The engine fuses tensors that the trainer has apart, and has the norms in bfloat16, which the trainer has in float32. After
 each turn the engine compares every element with its own calculation of the version. The reference is a copy of the same
-bytes within the GPU. With `--on-cpu`, the same runs in host memory.
+bytes within the GPU. With `--expandable`, the trainer's weights are in torch's expandable segments. With `--on-cpu`, the same runs
+in host memory.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import multiprocessing as mp
+import os
 import sys
 import threading
 import time
@@ -236,8 +238,13 @@ def run_engine(pipe: Connection, url: str, layers: int, on_cpu: bool) -> None:
     client.close()
 
 
-def run_trainer(pipe: Connection, url: str, layers: int, on_cpu: bool) -> None:
+def run_trainer(
+    pipe: Connection, url: str, layers: int, on_cpu: bool, expandable: bool = False
+) -> None:
     """Run the trainer. For each version, change all weights, publish, and answer with times and memory."""
+    if expandable:
+        # torch reads the variable when it first allocates.
+        os.environ["PYTORCH_CUDA_ALLOC_CONF"] = "expandable_segments:True"
     device = "cpu" if on_cpu else "cuda:0"
     manifest = describe("trainer/0", Role.TRAINER, layers)
     weights: list[torch.Tensor] = []
@@ -338,10 +345,8 @@ async def run(options: argparse.Namespace) -> None:
     memory: list[dict[str, int]] = []
     async with windlass.Controller(token=TOKEN) as controller:
         try:
-            engine, trainer = (
-                Child(target, controller.url, layers, on_cpu)
-                for target in (run_engine, run_trainer)
-            )
+            engine = Child(run_engine, controller.url, layers, on_cpu)
+            trainer = Child(run_trainer, controller.url, layers, on_cpu, options.expandable)
             children += [engine, trainer]
             assert [await child.read() for child in children] == ["ready"] * 2
             for version in range(options.turns + 1):
@@ -371,6 +376,8 @@ async def run(options: argparse.Namespace) -> None:
                 child.kill()
     where, later = "host" if on_cpu else "GPU", list(zip(*rows[1:], strict=True))
     case = f"{options.turns} turns, {nbytes / GIB:.2f} GiB, {where}"
+    if options.expandable:
+        case += ", expandable segments"
     names = ("update, median", "wire, median", "wake, median", "sleep, median")
     found = [
         Row(case, name, median_p95(series)[0], "s", "copy of the same bytes", ceiling_s)
@@ -390,6 +397,9 @@ def main() -> None:
     made.add_argument("--gib", type=float, default=8.0, help="size of the engine's weights")
     made.add_argument("--turns", type=int, default=10)
     made.add_argument("--on-cpu", action="store_true", help="the same in host memory")
+    made.add_argument(
+        "--expandable", action="store_true", help="the trainer uses torch's expandable segments"
+    )
     asyncio.run(run(made.parse_args()))
 
 

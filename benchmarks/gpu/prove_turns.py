@@ -64,6 +64,7 @@ FEW = 4
 """Largest number of turns of a series that is not one of the engine's kinds of sleep."""
 PORTS = 500
 """Distance of the ports of two servers, because engines use further ports above their own."""
+ALLOCATOR = "PYTORCH_CUDA_ALLOC_CONF"
 Sleep = Callable[[], Awaitable[None]]
 
 
@@ -106,9 +107,13 @@ class Run:
         for path in paths.values():
             self.case.write_config(path, quantised=False)
         devices = [-1 if on_cpu else rank % tp for rank in range(self.options.trainers)]
+        if self.options.expandable:
+            os.environ[ALLOCATOR] = "expandable_segments:True"
         trainers = ProofTrainers(
             "fsdp-turns", devices, str(self.folder / "store"), str(paths["plain"]), self.logs["trainers"]
         )  # fmt: skip
+        # The servers start later, without this variable.
+        os.environ.pop(ALLOCATOR, None)
         timeout = aiohttp.ClientTimeout(total=180)
         try:
             async with aiohttp.ClientSession(timeout=timeout) as session:
@@ -119,7 +124,7 @@ class Run:
                 await trainers.all("release")
                 self.say("the checkpoint is written")
                 wanted = await self._live(session, paths["last"], trainers)
-                if self.engine.own and not on_cpu:
+                if self.engine.own and not on_cpu and not self.options.no_own:
                     await self._own(session, paths["last"], trainers, wanted)
         finally:
             trainers.kill()
@@ -360,6 +365,7 @@ class Run:
             "engine": self.options.engine, "engine_version": engine_version(self.options.engine),
             "tp": self.options.tp, "trainers": self.options.trainers, "case": self.options.case,
             "compiles": self.options.compiles, "extra": self.options.extra,
+            "expandable": self.options.expandable,
             "torch": str(torch.__version__),
         }  # fmt: skip
         told = {"where": where, **self.told, "rows": [asdict(row) for row in self.rows]}
@@ -410,6 +416,12 @@ def options_of(words: list[str]) -> argparse.Namespace:
         "--start-s", type=float, default=200.0, help="deadline of a server's start"
     )
     options.add_argument("--port", type=int, default=19123)
+    options.add_argument(
+        "--expandable", action="store_true", help="the trainers use torch's expandable segments"
+    )
+    options.add_argument(
+        "--no-own", action="store_true", help="leave out the engine's own path of updates"
+    )
     options.add_argument("--on-cpu", action="store_true", help="test run on a CPU")
     options.add_argument(
         "--engine-path", default="", help="further folders of the engine's modules, for a test run"

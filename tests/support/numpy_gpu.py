@@ -135,6 +135,9 @@ class _NumpyStream:
     def record(self) -> None:
         pass
 
+    def close(self) -> None:
+        pass
+
 
 class _NumpyGpu:
     def __init__(self) -> None:

@@ -18,6 +18,7 @@ RESULTS = {
 NO_RESULT = (
     *("cuInit", "cuEventRecord", "cuEventSynchronize", "cuEventDestroy", "cuStreamDestroy", "cuStreamSynchronize"),
     *("cuCtxSynchronize", "cuCtxPushCurrent", "cuCtxEnablePeerAccess", "cuMemFree", "cuMemHostRegister", "cuMemcpyHtoD"),
+    *("cuMemMap", "cuMemSetAccess", "cuMemUnmap", "cuMemRelease", "cuMemAddressFree"),
     *("cuMemcpyDtoH", "cuMemcpyDtoHAsync", "cuMemcpyAsync", "cuMemsetD8Async", "cuLaunchKernel"),
 )  # fmt: skip
 THEIRS = 1000

@@ -192,7 +192,7 @@ class RankSettings:
     transport: str = "cma"
     device: str = "cpu"
     expandable: bool = False
-    """Whether the allocator of a trainer's GPU uses expandable segments."""
+    """Whether torch's allocator uses expandable segments."""
     can_send: bool = False
     arena_nbytes: int = 0
     fault: str = ""
@@ -208,6 +208,18 @@ def made_transport(settings: RankSettings, like: torch.Tensor) -> OneSidedTransp
     )
     stores = transport.traits.strided_stores
     return transport if stores else FaultyWrites(transport, settings.fault)
+
+
+def empty(part: Part, settings: RankSettings) -> dict[str, torch.Tensor]:
+    """Return the rank's empty tensors on its device, in expandable segments if the settings say so."""
+    if not settings.expandable:
+        return part.empty(settings.device)
+    # torch reads the variable when it first allocates.
+    os.environ["PYTORCH_CUDA_ALLOC_CONF"] = "expandable_segments:True"
+    memory = part.empty(settings.device)
+    segments = torch.cuda.memory_snapshot()  # type: ignore[no-untyped-call]
+    assert all(segment["is_expandable"] for segment in segments)
+    return memory
 
 
 def written(transport: OneSidedTransport) -> int:
@@ -227,7 +239,7 @@ def run_engine(pipe: Connection, settings: RankSettings) -> None:
     part = part_of(
         f"{group}/{settings.index}", Role.ENGINE, settings.index, settings.parts, settings.scale
     )
-    memory, has_aborted = part.empty(settings.device), threading.Event()
+    memory, has_aborted = empty(part, settings), threading.Event()
     transport = made_transport(settings, next(iter(memory.values())))
     client = EngineClient(
         EngineWeights(
@@ -269,13 +281,7 @@ def run_trainer(pipe: Connection, settings: RankSettings) -> None:
     os.environ["WINDLASS_JOB"] = settings.job
     index, parts = settings.index, settings.parts
     part = part_of(f"trainer/{index}", Role.TRAINER, index, parts, settings.scale)
-    if settings.expandable:
-        # torch reads the variable when it first allocates.
-        os.environ["PYTORCH_CUDA_ALLOC_CONF"] = "expandable_segments:True"
-    memory = part.empty(settings.device)
-    if settings.expandable:
-        segments = torch.cuda.memory_snapshot()  # type: ignore[no-untyped-call]
-        assert all(segment["is_expandable"] for segment in segments)
+    memory = empty(part, settings)
     transport = made_transport(settings, next(iter(memory.values())))
     client = windlass.TrainerClient(
         windlass.TrainerWeights(

@@ -52,7 +52,11 @@ def _spawned(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def fleet_on_gpus(
-    backend: UpdateBackend, mode: UpdateMode, num_trainers: int, **common: Any
+    backend: UpdateBackend,
+    mode: UpdateMode,
+    num_trainers: int,
+    transport: str = "cuda_ipc",
+    **common: Any,
 ) -> AbstractAsyncContextManager[Any]:
     """Put trainers on the first GPU and engines on the last, so that ranks of a group share no GPU."""
     config = ControlConfig(mode=mode, backend=backend, deadlines=DEADLINES, max_rewrites=1)
@@ -61,7 +65,7 @@ def fleet_on_gpus(
         config,
         num_trainers,
         devices={"trainer": "cuda:0", **engines},
-        transport="cuda_ipc",
+        transport=transport,
         **common,
     )
 
@@ -119,8 +123,11 @@ async def test_an_engine_killed_during_a_broadcast_releases_the_trainer(
 
 
 @pytest.mark.parametrize("mode", list(UpdateMode))
-async def test_a_trainer_publishes_out_of_expandable_segments(mode: UpdateMode) -> None:
-    async with fleet_on_gpus(P2pBackend(), mode, 3, expandable=True) as fleet:
+@pytest.mark.parametrize("transport", ["cuda_ipc", "pull"])
+async def test_trainers_publish_out_of_and_into_expandable_segments(
+    transport: str, mode: UpdateMode
+) -> None:
+    async with fleet_on_gpus(P2pBackend(), mode, 3, transport, expandable=True) as fleet:
         fleet.add_trainers()
         fleet.add_engine("halves", 2)
         fleet.add_engine("one")

@@ -42,7 +42,7 @@ class Ends:
         )
 
     def _region(self, memory: np.ndarray) -> MemoryRegion:
-        address, key = int(memory.ctypes.data), f"0:0:{bytes(IPC_HANDLE_NBYTES).hex()}"
+        address, key = int(memory.ctypes.data), f"0:0:{bytes(IPC_HANDLE_NBYTES).hex()}:64:0"
         remote = RemoteRegion(self.transport.endpoint(), address, memory.nbytes, key)
         return MemoryRegion(address, memory.nbytes, remote)
 

@@ -258,12 +258,13 @@ def test_reads_of_the_gpu_that_run_together_share_the_mapping_of_an_allocation(
     source, *targets = (reads.gpu.device.allocate(64) for _ in range(3))
     reads.gpu.device.upload(source, bytes(range(64)))
     one = np.array([source], np.uint64)
-    exported = msgspec.msgpack.encode([(source, reads.gpu.device.export(source))])
+    exported = msgspec.msgpack.encode([(source, 64, reads.gpu.device.export(source))])
     deadline = Deadline.after(20.0, "a test")
 
     def read(target: int) -> None:
         to, nbytes = np.array([target], np.uint64), np.array([64], np.uint64)
-        reads.read(ANOTHER_PROCESS, exported, (to, one, nbytes), deadline)
+        with socket.socket() as line:
+            reads.read(line, ANOTHER_PROCESS, exported, (to, one, nbytes), deadline)
 
     with ThreadPoolExecutor(2) as threads:
         list(threads.map(read, targets))
@@ -293,8 +294,10 @@ def test_a_link_of_many_pieces_is_one_request_to_a_reader(
 def test_read_by_the_gpu_refuses_pieces_without_exported_memory() -> None:
     reads = GpuReads(numpy_gpu())
     addresses, nbytes = np.array([4096], np.uint64), np.array([16], np.uint64)
-    with pytest.raises(RegionError, match="outside the memory that the writer exports"):
+    outside = pytest.raises(RegionError, match="outside the memory that the writer exports")
+    with socket.socket() as line, outside:
         reads.read(
+            line,
             ANOTHER_PROCESS,
             msgspec.msgpack.encode([]),
             (addresses, addresses, nbytes),

@@ -206,6 +206,11 @@ def credentials_of(line: socket.socket) -> Credentials:
     return Credentials(*_CREDENTIALS.unpack(found))
 
 
+def is_same_user(line: socket.socket) -> bool:
+    """Return whether the process at the other end of a Unix socket has this process's user, or is root's."""
+    return credentials_of(line).uid in {0, os.geteuid()}
+
+
 def let_peers_write() -> None:
     """Allow other processes of the same user to write and read this process even if Yama has its default settings.
 

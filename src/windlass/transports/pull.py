@@ -14,10 +14,10 @@ from __future__ import annotations
 import contextlib
 import errno
 import logging
-import os
 import socket
 import struct
 import threading
+from collections.abc import Sequence
 from concurrent.futures import Executor, ThreadPoolExecutor
 from typing import TYPE_CHECKING, ClassVar, final
 
@@ -45,6 +45,7 @@ from windlass.transports.processes import (
     check_alive,
     connect_within,
     credentials_of,
+    is_same_user,
     let_peers_write,
     own_endpoint,
 )
@@ -54,6 +55,7 @@ from windlass.transports.registry import TransportConfig
 from windlass.transports.traits import CEILING_BYTES_PER_S, MemoryType, TransportTraits, WireReport
 
 if TYPE_CHECKING:
+    from windlass.transports.gpu_sharing import Exported
     from windlass.transports.pull_gpu import GpuReads
 
 _log = logging.getLogger(__name__)
@@ -71,9 +73,9 @@ CLOSE_S = 10.0
 MAX_EXPORTED_NBYTES = 1 << 24
 """Maximum size of the exported memory's description in a request."""
 HEAD = struct.Struct("<QdQ")
-"""Head of a request: number of pieces, seconds until the reader's deadline, and number of bytes of `GpuReads.exports`.
-These bytes follow the head, and then three columns of uint64: addresses in the reader's process, addresses in the
-writer's process, and sizes."""
+"""Head of a request: number of pieces, seconds until the reader's deadline, and number of bytes of the encoded
+`GpuReads.exports`. These bytes follow the head, and then three columns of uint64: addresses in the reader's process,
+addresses in the writer's process, and sizes. Then the writer sends the descriptors of exported chunks (`send_chunks`)."""
 
 
 class PullConfig(TransportConfig, frozen=True, tag="pull"):
@@ -195,7 +197,9 @@ class PullTransport(RegionTransport):
         """Ask the peer to read the pieces, and wait for its answer; for errors see `OneSidedTransport.write`."""
         peer, pid = batch.endpoint, check_alive(batch.endpoint)
         deadline.check_before_more()
-        exported = b"" if self._gpu is None else self._gpu.exports(batch.local_addresses)
+        pieces = batch.remote_addresses, batch.local_addresses, batch.nbytes
+        exported = [] if self._gpu is None else self._gpu.exports(pieces)
+        encoded = msgspec.msgpack.encode(exported)
         with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as line:
             try:
                 connect_within(line, peer, max(deadline.remaining_s, 0.001))
@@ -203,9 +207,9 @@ class PullTransport(RegionTransport):
                     raise PeerUnreachable(f"pull: another process listens in place of pid {pid}")
                 left_s = deadline.remaining_s
                 reader_s = left_s - min(MARGIN_S, MARGIN_SHARE * left_s)
-                columns = batch.remote_addresses, batch.local_addresses, batch.nbytes
-                head = HEAD.pack(len(batch.nbytes), reader_s, len(exported))
-                line.sendall(head + exported + np.stack(columns).tobytes())
+                head = HEAD.pack(len(batch.nbytes), reader_s, len(encoded))
+                line.sendall(head + encoded + np.stack(pieces).tobytes())
+                self._send_chunks(line, exported)
             except OSError as error:
                 # The peer has not received the whole request, so it does not carry out the request.
                 check_alive(peer)
@@ -215,6 +219,14 @@ class PullTransport(RegionTransport):
         check_alive(peer)
         if answer.error:
             raise _ERRORS.get(answer.error, TransferFailed)(answer.text)
+
+    def _send_chunks(self, line: socket.socket, exported: Sequence[Exported]) -> None:
+        """Send the descriptors of exported chunks, until the reader has refused the request; see `send_chunks`."""
+        if self._gpu is not None:
+            from windlass.transports.gpu_sharing import send_chunks
+
+            device = self._gpu.gpu.device
+            all(send_chunks(line, device, one) for one in exported)
 
     def _receive_answer(
         self, line: socket.socket, batch: WriteBatch, deadline: Deadline
@@ -254,7 +266,7 @@ class PullTransport(RegionTransport):
 
     def _accept(self, line: socket.socket) -> None:
         """Carry out the request of a new connection in a new thread. Refuse processes of other users, except root."""
-        if credentials_of(line).uid not in {0, os.geteuid()}:
+        if not is_same_user(line):
             _log.warning("pull: refused a process of another user")
             line.close()
             return
@@ -302,7 +314,7 @@ class PullTransport(RegionTransport):
                 raise PeerUnreachable("pull: the writer has given up")
             pid = int(writer.address)
             if self._gpu is not None:
-                self._gpu.read(pid, exported, pieces, deadline)
+                self._gpu.read(line, pid, exported, pieces, deadline)
             else:
                 copy_process_memory(readv, pid, pieces, deadline, self._helpers, self._num_threads)
         except OSError as error:

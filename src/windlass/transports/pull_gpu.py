@@ -1,8 +1,9 @@
-"""Reads of `pull` between GPUs of one host: the reader's GPU copies out of memory that the writer exports by CUDA IPC."""
+"""Reads of `pull` between GPUs of one host: the reader's GPU copies out of memory that the writer exports."""
 
 from __future__ import annotations
 
 import os
+import socket
 import threading
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
@@ -12,19 +13,18 @@ import msgspec
 import numpy as np
 
 from windlass.errors import DECODE_ERRORS, ProtocolError, RegionError
-from windlass.layout.columns import UInt64Array
-from windlass.memory.cuda.driver import IPC_HANDLE_NBYTES, pointer_device
+from windlass.memory.cuda.driver import IPC_HANDLE_NBYTES
 from windlass.memory.cuda.gpu import Gpu
 from windlass.memory.cuda.range_copy import copy_ranges
 from windlass.memory.ranges import Pieces
 from windlass.net.clock import Deadline
-
-
-class _Exported(msgspec.Struct, frozen=True, array_like=True):
-    """Allocation of the writer: its start, and its CUDA IPC handle."""
-
-    start: int
-    handle: bytes
+from windlass.transports.gpu_sharing import (
+    Exported,
+    PeerMemory,
+    export_memory,
+    open_handle,
+    receive_chunks,
+)
 
 
 @final
@@ -44,36 +44,37 @@ class GpuReads:
     def __init__(self, gpu: Gpu) -> None:
         self.gpu = gpu
         self._lock = threading.Lock()
-        # Handle -> address in this process, and number of reads that use this mapping. CUDA can open a handle only once.
-        self._mappings: dict[bytes, tuple[int, int]] = {}
+        # Handle -> mapped memory, and number of reads that use it. CUDA can open a handle only once.
+        self._mappings: dict[bytes, tuple[PeerMemory, int]] = {}
 
-    def exports(self, addresses: UInt64Array) -> bytes:
-        """Return the handles of the allocations that contain `addresses`. Another process passes them to `read`.
+    def exports(self, pieces: Pieces) -> list[Exported]:
+        """Return the memory of this process that contains the writer's pieces. The reader passes it to `read`.
+
+        Args:
+            pieces: (n,) addresses in the reader's process, addresses in this process, and sizes.
 
         Raises:
-            RegionError: an address is not in GPU memory, or not in memory from `cudaMalloc`.
+            RegionError: a piece is not in GPU memory, or no other process can map the memory.
+            TransferFailed: the driver returned an error.
         """
-        ordered, found, at = np.sort(addresses), list[_Exported](), 0
-        while at < len(ordered):
-            address = int(ordered[at])
-            pointer_device(address)
-            start, size = self.gpu.device.allocation(address)
-            found.append(_Exported(start, self.gpu.device.export(start)))
-            at = int(np.searchsorted(ordered, start + size))
-        return msgspec.msgpack.encode(found)
+        return export_memory(self.gpu.device, *pieces[1:])
 
-    def read(self, pid: int, exported: bytes, pieces: Pieces, deadline: Deadline) -> None:
+    def read(
+        self, line: socket.socket, pid: int, exported: bytes, pieces: Pieces, deadline: Deadline
+    ) -> None:
         """Copy pieces out of the writer's GPU memory, and wait until the copies have ended.
 
         Args:
+            line: connection to the writer, which calls `send_chunks` for each exported memory.
             pid: the writer's process.
-            exported: result of `exports` in the writer's process.
+            exported: result of `exports` in the writer's process, as MessagePack.
             pieces: (n,) addresses in this process, addresses in the writer's process, and sizes.
             deadline: deadline of the whole call.
 
         Raises:
             ProtocolError: `exported` cannot be decoded.
-            RegionError: a piece is outside the exported allocations; nothing was copied.
+            RegionError: a piece is outside the exported memory; nothing was copied.
+            OSError: the writer did not send the descriptors of its memory.
             TransferFailed: the driver refused to map memory or to copy, or the deadline passed before the copies began.
             TransferOutcomeUnknown: the copies began, and did not end by the deadline.
         """
@@ -81,12 +82,12 @@ class GpuReads:
         with ExitStack() as opened:
             rows = []
             for one in _decoded(exported):
-                base = one.start
+                base, size = one.start, one.nbytes
                 # CUDA cannot open a handle in the process that exported it.
                 if pid != os.getpid():
                     deadline.check_before_more()
-                    base = opened.enter_context(self._mapped(one.handle))
-                size = self.gpu.device.allocation(base)[1]
+                    mapped = opened.enter_context(self._mapped(line, one, deadline))
+                    base, size = mapped.address, mapped.nbytes
                 rows.append((one.start, one.start + size, base - one.start))
             starts, ends, shifts = np.array(sorted(rows), np.int64).reshape(-1, 3).T
             first = sources.astype(np.int64)
@@ -94,41 +95,55 @@ class GpuReads:
             # If the writer exports nothing, `ends` is empty. Then `owner` is negative, so `or` skips `ends[owner]`.
             if (owner < 0).any() or (first + nbytes.astype(np.int64) > ends[owner]).any():
                 raise RegionError("pull: a piece is outside the memory that the writer exports")
-            mapped = (first + shifts[owner]).astype(np.uint64)
+            addresses = (first + shifts[owner]).astype(np.uint64)
             deadline.check_before_more()
-            copy_ranges(self.gpu, mapped, targets, nbytes, deadline.remaining_s)
+            copy_ranges(self.gpu, addresses, targets, nbytes, deadline.remaining_s)
 
     @contextmanager
-    def _mapped(self, handle: bytes) -> Iterator[int]:
-        """Map an allocation of a writer during the block, and yield its address in this process.
+    def _mapped(
+        self, line: socket.socket, exported: Exported, deadline: Deadline
+    ) -> Iterator[PeerMemory]:
+        """Map memory of a writer during the block, and yield the mapping.
 
-        Reads that run at the same time share one mapping. If a kernel has not ended in time, the allocation stays mapped,
-        because the kernel may still read it.
+        Reads that run at the same time share the mapping of a handle. If a kernel has not ended in time, the memory stays
+        mapped, because the kernel may still read it.
         """
+        if not exported.handle:
+            memory = receive_chunks(
+                line, self.gpu.device, exported.nbytes, exported.num_chunks, deadline
+            )
+            try:
+                yield memory
+            finally:
+                if not self.gpu.is_late:
+                    memory.close()
+            return
+        handle = exported.handle
         with self._lock:
-            base, num_reads = self._mappings.get(handle, (0, 0))
-            base = base or self.gpu.device.open(handle)
-            self._mappings[handle] = base, num_reads + 1
+            known, num_reads = self._mappings.get(handle, (None, 0))
+            memory = known or open_handle(self.gpu.device, handle)
+            self._mappings[handle] = memory, num_reads + 1
         try:
-            yield base
+            yield memory
         finally:
             with self._lock:
-                base, num_reads = self._mappings.pop(handle)
+                memory, num_reads = self._mappings.pop(handle)
                 if num_reads > 1:
-                    self._mappings[handle] = base, num_reads - 1
+                    self._mappings[handle] = memory, num_reads - 1
                 elif not self.gpu.is_late:
-                    self.gpu.device.close_handle(base)
+                    memory.close()
 
 
-def _decoded(exported: bytes) -> list[_Exported]:
-    """Decode the result of `GpuReads.exports`; raise ProtocolError if it is malformed."""
+def _decoded(exported: bytes) -> list[Exported]:
+    """Decode the encoded result of `GpuReads.exports`; raise ProtocolError if it is malformed."""
     try:
-        found = msgspec.msgpack.decode(exported, type=list[_Exported])
+        found = msgspec.msgpack.decode(exported, type=list[Exported])
     except DECODE_ERRORS as error:
         raise ProtocolError(f"pull: the exported memory cannot be decoded: {error}") from None
     for one in found:
-        if len(one.handle) != IPC_HANDLE_NBYTES:
+        if len(one.handle) != (0 if one.num_chunks else IPC_HANDLE_NBYTES):
             raise ProtocolError(
-                f"pull: handle must have {IPC_HANDLE_NBYTES} bytes, got {len(one.handle)}"
+                f"pull: handle must have {IPC_HANDLE_NBYTES} bytes, or none for chunks, got {len(one.handle)} bytes and "
+                f"{one.num_chunks} chunks"
             )
     return found

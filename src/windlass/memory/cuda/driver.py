@@ -1,4 +1,4 @@
-"""The CUDA driver and NVRTC through NVIDIA's cuda-bindings: memory, IPC handles, streams, kernels compiled at run time.
+"""The CUDA driver and NVRTC through NVIDIA's cuda-bindings: memory and its sharing, streams, kernels compiled at run time.
 
 torch 2.11 and later with CUDA require cuda-bindings, so a process with weights on a GPU has them. This module imports
 them when a GPU is first used. Native return codes become exceptions in `_check`.
@@ -100,7 +100,8 @@ def _attribute_of(address: int, attribute: str) -> int | None:
     every GPU.
     """
     kind = getattr(driver().CUpointer_attribute, f"CU_POINTER_ATTRIBUTE_{attribute}")
-    found = ctypes.c_int(0)
+    # The driver writes 4 or 8 bytes, which depends on the attribute.
+    found = ctypes.c_int64(0)
     code = library().cuPointerGetAttribute(
         ctypes.pointer(found), int(kind), ctypes.c_uint64(address)
     )
@@ -134,18 +135,11 @@ def pointer_device(address: int) -> int:
     """Return the ordinal of the GPU that owns `address`.
 
     Raises:
-        RegionError: `address` is not in GPU memory, or CUDA IPC cannot share the memory because it does not come
-            from cudaMalloc.
+        RegionError: `address` is not in GPU memory.
     """
     ordinal = _attribute_of(address, "DEVICE_ORDINAL")
-    capable = _attribute_of(address, "IS_LEGACY_CUDA_IPC_CAPABLE")
-    if ordinal is None or capable is None:
+    if ordinal is None:
         raise RegionError(f"CUDA: {address:#x} is not in GPU memory")
-    if not capable:
-        raise RegionError(
-            f"CUDA: memory at {address:#x} cannot be opened by another process: it must come from "
-            "cudaMalloc; set PYTORCH_CUDA_ALLOC_CONF=expandable_segments:False"
-        )
     return ordinal
 
 
@@ -347,8 +341,29 @@ class Device:
         base, size = self.call("cuMemGetAddressRange", address)
         return int(base), int(size)
 
+    def is_chunk(self, address: int) -> bool:
+        """Return whether the memory at `address` is shared by `export_chunk`, and not by `export`.
+
+        It is for physical memory from cuMemCreate, such as torch's expandable segments. `allocation` then returns the
+        range of one chunk, which is one call of cuMemCreate.
+
+        Raises:
+            RegionError: `address` is not in GPU memory, or no other process can map the memory.
+        """
+        if _attribute_of(address, "IS_LEGACY_CUDA_IPC_CAPABLE"):
+            return False
+        pointer_device(address)
+        allowed = _attribute_of(address, "ALLOWED_HANDLE_TYPES") or 0
+        if not allowed & int(_descriptor_type()):
+            raise RegionError(
+                f"CUDA: memory at {address:#x} cannot be mapped by another process: it must come from cudaMalloc, or "
+                f"from cuMemCreate with handles that are file descriptors, got handle types {allowed:#x}; set "
+                "PYTORCH_CUDA_ALLOC_CONF=expandable_segments:False and no other backend"
+            )
+        return True
+
     def export(self, address: int) -> bytes:
-        """Return the IPC handle of the allocation that begins at `address`.
+        """Return the IPC handle of the allocation that begins at `address`, which comes from cudaMalloc.
 
         Raises:
             TransferFailed: the driver returned an error.
@@ -377,6 +392,69 @@ class Device:
         """Unmap a peer's allocation that `open` mapped at `address`. Errors of the driver are ignored."""
         with self.current():
             driver().cuIpcCloseMemHandle(address)
+
+    def export_chunk(self, address: int) -> int:
+        """Return a file descriptor of the chunk that contains `address`. The caller closes the descriptor.
+
+        Raises:
+            TransferFailed: the driver returned an error.
+        """
+        chunk = _call("cuMemRetainAllocationHandle", address)
+        try:
+            return int(_call("cuMemExportToShareableHandle", chunk, _descriptor_type(), 0))
+        finally:
+            driver().cuMemRelease(chunk)
+
+    def reserve(self, nbytes: int) -> int:
+        """Reserve addresses, for `map_chunk`, and return the first one. The caller frees them by `unmap_chunks`.
+
+        Raises:
+            TransferFailed: the driver returned an error.
+        """
+        return int(_call("cuMemAddressReserve", nbytes, 0, 0, 0))
+
+    def map_chunk(self, descriptor: int, address: int, nbytes: int) -> None:
+        """Map a peer's chunk at reserved addresses. Kernels cannot access it before `allow_access`.
+
+        The mapping keeps the chunk allocated. The descriptor is not needed after this call.
+
+        Args:
+            descriptor: descriptor that the peer's `export_chunk` returned, received by this process.
+            address: first address of the mapping.
+            nbytes: size of the chunk.
+
+        Raises:
+            TransferFailed: the driver returned an error.
+        """
+        chunk = _call("cuMemImportFromShareableHandle", descriptor, _descriptor_type())
+        try:
+            _call("cuMemMap", address, nbytes, 0, chunk, 0)
+        finally:
+            driver().cuMemRelease(chunk)
+
+    def allow_access(self, address: int, nbytes: int) -> None:
+        """Let kernels of this device read and write mapped chunks.
+
+        Raises:
+            TransferFailed: the driver returned an error.
+        """
+        access = driver().CUmemAccessDesc()
+        access.location.type = driver().CUmemLocationType.CU_MEM_LOCATION_TYPE_DEVICE
+        access.location.id = self.ordinal
+        access.flags = driver().CUmemAccess_flags.CU_MEM_ACCESS_FLAGS_PROT_READWRITE
+        _call("cuMemSetAccess", address, nbytes, [access], 1)
+
+    def unmap_chunks(self, address: int, mapped_nbytes: int, nbytes: int) -> None:
+        """Unmap chunks, and free the addresses that `reserve` returned. Errors of the driver are ignored.
+
+        Args:
+            address: first reserved address.
+            mapped_nbytes: bytes from `address` at which chunks are mapped.
+            nbytes: number of reserved addresses.
+        """
+        if mapped_nbytes:
+            driver().cuMemUnmap(address, mapped_nbytes)
+        driver().cuMemAddressFree(address, nbytes)
 
     def pin(self, address: int, nbytes: int) -> None:
         """Pin whole pages of host memory, so that kernels can access them at `device_pointer`.
@@ -429,6 +507,11 @@ class Device:
         pointers = (ctypes.c_void_p * len(arguments))(*map(ctypes.addressof, arguments))
         shape = (grid, 1, 1, block, 1, 1, 0)
         self.call("cuLaunchKernel", function, *shape, stream, ctypes.addressof(pointers), 0)
+
+
+def _descriptor_type() -> Any:
+    """Return the driver's constant for chunks that are shared as file descriptors."""
+    return driver().CUmemAllocationHandleType.CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR
 
 
 def compile_source(source: str, architecture: str) -> bytes:
