@@ -267,11 +267,16 @@ def test_a_refused_option_is_found_in_every_spelling(word: str) -> None:
         refuse_options(["--other", word], [Rule("--enable-it", (), "it moves")])
 
 
-def test_expandable_segments_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    refuse_expandable_segments()
+@pytest.mark.parametrize("network", ["nixl", '{"type": "mooncake", "host": "192.0.2.1"}'])
+def test_expandable_segments_are_refused_with_a_nic_only(
+    monkeypatch: pytest.MonkeyPatch, network: str
+) -> None:
+    refuse_expandable_segments(network)
     monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
-    with pytest.raises(ConfigError, match="expandable segments"):
-        refuse_expandable_segments()
+    for transport in ("auto", "cuda_ipc", "pull", "cma", '{"type": "pull"}'):
+        refuse_expandable_segments(transport)
+    with pytest.raises(ConfigError, match=r"cannot be registered with a NIC, .* use cuda_ipc or"):
+        refuse_expandable_segments(network)
 
 
 def layout(buffer_nbytes: int, *recomputed: str) -> CapturedLayout:

@@ -249,11 +249,6 @@ REFUSED = {
         "must be a file that its user alone can read",
     ),
     "no controller": ([], {"WINDLASS_CONTROLLER": "nowhere"}, "WINDLASS_CONTROLLER must be http"),
-    "expandable segments": (
-        [],
-        {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"},
-        "must not ask for expandable segments",
-    ),
 }
 
 

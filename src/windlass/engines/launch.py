@@ -124,7 +124,7 @@ def launch(engine: EngineSpec, description: str | None) -> int:
                 f"engine {engine.name!r} must have `server` and `releases`, got None for one or both"
             )
         _check_options(engine, args, rest)
-        refuse_expandable_segments()
+        refuse_expandable_segments(args.transport)
         args.host = args.host or own_address(args.controller)
         what = f"engine {args.name}"
         args.advertise_host = published_host(args.host, args.advertise_host, what)

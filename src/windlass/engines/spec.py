@@ -20,6 +20,7 @@ from windlass.engines.versions import EngineReleases
 from windlass.envs import environment_value
 from windlass.errors import ConfigError
 from windlass.plugins import Registry
+from windlass.transports.registry import config_type, transport_name
 
 if TYPE_CHECKING:
     import argparse
@@ -37,18 +38,30 @@ def expandable_segments() -> str:
     return ""
 
 
-def refuse_expandable_segments() -> None:
-    """Check the environment variables of torch's allocator.
+def refuse_expandable_segments(transport: str) -> None:
+    """Check that an engine's transport can register memory of torch's allocator.
+
+    Args:
+        transport: name or configuration of the transport.
 
     Raises:
-        ConfigError: a variable enables expandable segments. Transports cannot register the memory of such segments.
+        ConfigError: a variable enables expandable segments, and the transport registers memory with a NIC. Or the
+            transport does not exist.
+        TransportUnavailable: see `config_type`.
     """
-    if asked := expandable_segments():
-        variable, _, value = asked.partition("=")
-        raise ConfigError(
-            f"{variable} must not ask for expandable segments: their memory cannot be registered "
-            f"or shared, got {value!r}"
-        )
+    name = transport_name(transport)
+    # `auto` offers another transport for memory that a network transport refuses.
+    if (
+        name == "auto"
+        or not (asked := expandable_segments())
+        or not config_type(name).between_hosts
+    ):
+        return
+    variable, _, value = asked.partition("=")
+    raise ConfigError(
+        f"{variable} must not enable expandable segments for an engine with transport {name}: memory of such segments "
+        f"cannot be registered with a NIC, got {value!r}; unset it, or use cuda_ipc or pull within one host"
+    )
 
 
 JOIN_S, JOIN_BYTES_PER_S = 600.0, 100_000_000

@@ -25,7 +25,7 @@ from windlass.net.clock import Deadline
 NEXT = b"\0"
 """Message of the peer that asks for the next batch, and message of the owner that carries the batch."""
 BATCH = 64
-"""Largest number of descriptors in a batch. Both processes have at most this many open for a connection."""
+"""Largest number of descriptors in a batch. For a connection, the owner has at most one batch open, and the peer two."""
 
 
 class Exported(msgspec.Struct, frozen=True, array_like=True):
@@ -174,9 +174,13 @@ def receive_chunks(
         for first in range(0, num_chunks, BATCH):
             deadline.check_before_more()
             line.settimeout(max(deadline.remaining_s, 0.001))
-            line.sendall(NEXT)
+            if first == 0:
+                line.sendall(NEXT)
             descriptors = _received(line, min(BATCH, num_chunks - first))
             try:
+                # The owner exports the next batch while this process maps this one.
+                if first + BATCH < num_chunks:
+                    line.sendall(NEXT)
                 for descriptor in descriptors:
                     device.map_chunk(descriptor, address + mapped, size)
                     mapped += size

@@ -21,7 +21,6 @@ from windlass.engines.spec import (
     RankStep,
     ServerCommand,
     join_deadline_s,
-    refuse_expandable_segments,
 )
 from windlass.engines.versions import check_installed
 from windlass.errors import ConfigError
@@ -53,7 +52,6 @@ def capture(model: Path, tensor_parallel_size: int, output: Path, options: Seque
             "tables only for tensor-parallel ranks of one host"
         )
     _, rest = arguments(ENGINE.module, None).parse_known_args(words)
-    refuse_expandable_segments()
     for warning in check_installed(ENGINE.releases) if ENGINE.releases else ():
         sys.stderr.write(f"{warning}\n")
     args.host = args.advertise_host = LOOPBACK

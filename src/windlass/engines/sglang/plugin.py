@@ -139,7 +139,6 @@ def _prepare(server_args: Any) -> None:
             f"{CONTROLLER_VARIABLE} must not be set for an engine without an HTTP server: Windlass cannot pause it"
         )
     _check_variables()
-    refuse_expandable_segments()
 
     def setting(name: str) -> object:
         try:
@@ -494,12 +493,14 @@ class SglangMember(Member):
         """Return the settings and the secrets with which the ranks carry out an order.
 
         Raises:
-            ConfigError: the transport is not `pull` on a server with the memory saver, the order names another model, the
+            ConfigError: the transport is not `pull` on a server with the memory saver, or cannot register memory of
+                expandable segments, the order names another model, the
                 model's folder is missing, or trainers cannot quantise weights as the checkpoint declares.
         """
         given = self._settings
         if given.enable_memory_saver:
             require_pull(order.transport)
+        refuse_expandable_segments(order.transport)
         from windlass.engines.capture.checkpoint import checkpoint_folder
 
         model = given.model_path, given.revision, given.download_dir

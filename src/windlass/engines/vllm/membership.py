@@ -27,7 +27,6 @@ from windlass.engines.private_routes import (
     Send,
     saved_key,
 )
-from windlass.engines.spec import refuse_expandable_segments
 from windlass.engines.versions import check_installed
 from windlass.engines.vllm.api_server import join_ranks, note_port, settings_of
 from windlass.engines.vllm.backend import BACKEND
@@ -79,7 +78,6 @@ def prepare(args: Any) -> None:
         require_backend(transfer.backend)
     if stamps_tokens() and args.scheduler_cls is None:
         args.scheduler_cls = SCHEDULER
-    refuse_expandable_segments()
     if vars(args).get("nnodes", 1) > 1:
         _require_token_file()
     if vars(args).get("headless", False) or MEMBERSHIP in args.middleware:

@@ -351,7 +351,7 @@ def _carry_out(worker: Worker, order: RankOrder, rank: int) -> str:
     # End an update that a trainer began before it died. vLLM raises RuntimeError if no update has begun.
     with contextlib.suppress(RuntimeError):
         worker.finish_weight_update()
-    refuse_expandable_segments()
+    refuse_expandable_segments(settings.transport)
     model = worker.vllm_config.model_config
     require_followed(
         _folder_of(worker), ("--quantization", model.quantization) if model.quantization else ()
