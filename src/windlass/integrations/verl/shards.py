@@ -217,7 +217,7 @@ class ShardCheckpointEngine(CheckpointEngine):  # type: ignore[misc]  # verl has
         if not isinstance(weights, BaseEngine):
             _refuse_manager()
         if self._shares_gpus:
-            # Other processes cannot map memory of expandable segments. verl's own update also switches them off.
+            # Mapping memory of expandable segments takes longer. verl's own update also switches them off.
             set_expandable_segments(False)
             get_torch_device().empty_cache()
         try:
