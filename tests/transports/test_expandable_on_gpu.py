@@ -215,7 +215,7 @@ class Process:
 
 @pytest.fixture(scope="module", params=["trainer", "engine", "both"])
 def where(request: pytest.FixtureRequest) -> str:
-    """Processes with expandable segments."""
+    """Return which processes have expandable segments."""
     found: str = request.param
     return found
 

@@ -25,7 +25,7 @@ from windlass.memory.cuda.driver import Device
 from windlass.memory.cuda.gpu import Gpu
 from windlass.net.clock import Deadline
 from windlass.transports import cuda_ipc as ipc
-from windlass.transports.base import WriteBatch
+from windlass.transports.base import MemoryRegion, WriteBatch
 from windlass.transports.cuda_ipc import CudaIpcTransport
 from windlass.transports.gpu_sharing import (
     BATCH,
@@ -330,7 +330,11 @@ def test_cuda_ipc_writes_into_chunks_of_a_peer(ends: Ends) -> None:
     at, nbytes = address + 100, 3 * CHUNK
     region = ends.owner.register(at, nbytes)
     data = (np.arange(nbytes) % 251).astype(np.uint8)
-    ends.writer.table.add(ends.writer._region((int(data.ctypes.data), nbytes), ""))
+    local = int(data.ctypes.data)
+    # The writer's own memory is in no GPU, so it is not exported.
+    ends.writer.table.add(
+        MemoryRegion(local, nbytes, RemoteRegion(ends.writer.endpoint(), local, nbytes))
+    )
     for _ in range(2):
         ends.write(region.remote, data)
         assert ends.owned.download(at, nbytes) == data.tobytes()
