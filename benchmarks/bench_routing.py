@@ -21,7 +21,7 @@ import tempfile
 import time
 import urllib.request
 from collections.abc import Sequence
-from contextlib import ExitStack
+from contextlib import AsyncExitStack, ExitStack
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
@@ -142,14 +142,15 @@ def start_on_cpu(
     return urls
 
 
-def end(process: asyncio.subprocess.Process) -> None:
-    """End a server, if it has not ended yet."""
+async def end(process: asyncio.subprocess.Process) -> None:
+    """End a server, if it has not ended yet, and wait for its end."""
     if process.returncode is None:
         process.terminate()
+    await process.wait()
 
 
 async def start_on_gpu(
-    stack: ExitStack, controller: str, folder: Path, options: argparse.Namespace
+    servers_end: AsyncExitStack, controller: str, folder: Path, options: argparse.Namespace
 ) -> list[str]:
     """Do the same as `start_on_cpu` on one GPU, with dummy weights until the first update."""
     write_model_folder("qwen3-0.6b", folder / "model")
@@ -176,7 +177,7 @@ async def start_on_gpu(
                 *(servers[-1], str(folder / "model"), controller, log),
                 ("--name", f"engine-{number}", *flags),
             )
-            stack.callback(end, process)
+            servers_end.push_async_callback(end, process)
             processes.append(process)
         for number, process in enumerate(processes):
             assert process.stdout is not None
@@ -201,9 +202,12 @@ async def bench(options: argparse.Namespace, stack: ExitStack, folder: Path) -> 
     speeds: dict[Routing, list[float]] = {rule: [] for rule in Routing}
     rates: dict[Routing, list[float]] = {rule: [] for rule in Routing}
     staleness = StalenessPolicy.unbounded(1)
-    async with windlass.Controller(token=options.token, staleness=staleness) as controller:
+    async with (
+        windlass.Controller(token=options.token, staleness=staleness) as controller,
+        AsyncExitStack() as servers_end,
+    ):
         if options.device == "cuda":
-            urls = await start_on_gpu(stack, controller.url, folder, options)
+            urls = await start_on_gpu(servers_end, controller.url, folder, options)
         else:
             urls = await asyncio.to_thread(start_on_cpu, stack, controller.url, folder, options)
         # The first requests of a server are slower.
@@ -230,12 +234,13 @@ async def bench(options: argparse.Namespace, stack: ExitStack, folder: Path) -> 
         f"vllm {version}, {options.engines} servers, {options.tasks} beginnings of {options.shared} tokens, "
         f"{options.prompts} prompts each, groups of {options.samples}, {options.outstanding} at a time"
     )
+    reference, _ = median_p95(speeds[Routing.ROUND_ROBIN])
     rows = []
-    for name, unit, found in (("speed", "token/s", speeds), ("prefix hit rate", "", rates)):
-        reference, _ = median_p95(found[Routing.ROUND_ROBIN])
-        for rule in (Routing.PREFIX, Routing.LEAST_LOADED):
-            value, _ = median_p95(found[rule])
-            rows.append(Row(case, f"{name}, {rule.value}", value, unit, "round_robin", reference))
+    for rule in Routing:
+        speed, _ = median_p95(speeds[rule])
+        rate, _ = median_p95(rates[rule])
+        rows.append(Row(case, f"speed, {rule.value}", speed, "token/s", "round_robin", reference))
+        rows.append(Row(case, f"prefix hit rate, {rule.value}", rate, "", "every token", 1.0))
     return rows
 
 
