@@ -8,9 +8,9 @@ from pathlib import Path
 from typing import Any
 
 import PIL.Image
-import tokenizers
 import torch
 import transformers
+from demo_checkpoint import byte_level_bpe
 
 __all__ = ["IMAGE_TOKEN", "MERGED", "png", "write_vision_checkpoint"]
 
@@ -48,16 +48,8 @@ def png(side: int, seed: int, *, height: int = 0) -> bytes:
 
 def write_vision_checkpoint(folder: Path, seed: int) -> Any:
     """Write the checkpoint, and return the model."""
-    bpe = tokenizers.Tokenizer(tokenizers.models.BPE())
-    bpe.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
-    bpe.decoder = tokenizers.decoders.ByteLevel()
-    trainer = tokenizers.trainers.BpeTrainer(
-        vocab_size=320,
-        initial_alphabet=tokenizers.pre_tokenizers.ByteLevel.alphabet(),
-        special_tokens=_SPECIAL,
-        show_progress=False,
-    )
-    bpe.train_from_iterator([f"What is in image {n} ?" for n in range(100)], trainer)
+    questions = [f"What is in image {n} ?" for n in range(100)]
+    bpe = byte_level_bpe(questions, vocab_size=320, special_tokens=_SPECIAL)
     tokenizer = transformers.PreTrainedTokenizerFast(
         tokenizer_object=bpe, eos_token="<|im_end|>", pad_token="<|im_end|>"
     )

@@ -362,24 +362,13 @@ class TextPrompts:
             ConfigError: there are no tokens, or the chat template or the processor refuses the messages.
         """
         prompt = _DECODER.decode(encoded)
-        if isinstance(prompt, Chat):
-            return self.chat_prompt(prompt)
-        found = self.encode(prompt, add_special_tokens=True)
-        if not found:
-            raise ConfigError("rollout: prompt must have at least one token, got none")
-        return ModelPrompt(found)
-
-    def chat_prompt(self, chat: Chat) -> ModelPrompt:
-        """Return messages in the model's chat template, with the beginning of an answer.
-
-        Raises:
-            ConfigError: there are no tokens, or the chat template or the processor refuses the messages.
-        """
-        text = self.codec.template_text(_plain(chat), add_generation_prompt=True)
-        if images := chat.images:
-            found = self.codec.with_images(text, images)
-            return ModelPrompt(found.ids, found)
-        ids = self.encode(text)
+        if isinstance(prompt, str):
+            ids = self.encode(prompt, add_special_tokens=True)
+        elif prompt.images:
+            images = self.codec.with_images(self._template_text(prompt), prompt.images)
+            return ModelPrompt(images.ids, images)
+        else:
+            ids = self.render(prompt)
         if not ids:
             raise ConfigError("rollout: prompt must have at least one token, got none")
         return ModelPrompt(ids)
@@ -394,7 +383,11 @@ class TextPrompts:
             raise ConfigError(
                 f"messages must have no images, got {len(chat.images)}: token ids alone do not contain them"
             )
-        return self.encode(self.codec.template_text(_plain(chat), add_generation_prompt=True))
+        return self.encode(self._template_text(chat))
+
+    def _template_text(self, chat: Chat) -> str:
+        """Return messages as text in the model's chat template, with the beginning of an answer; see `TextCodec`."""
+        return self.codec.template_text(_plain(chat), add_generation_prompt=True)
 
 
 def _plain(chat: Chat) -> TemplateInput:
