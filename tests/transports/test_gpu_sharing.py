@@ -96,6 +96,7 @@ class ChunkDevice:
         return address
 
     def map_chunk(self, descriptor: int, address: int, nbytes: int) -> None:
+        assert not os.get_inheritable(descriptor)
         if self.fails_at == 0:
             raise TransferFailed("CUDA: cuMemMap failed")
         self.fails_at -= 1

@@ -27,6 +27,8 @@ NEXT = b"\0"
 BATCH = 64
 """Largest number of descriptors in a batch. For a connection, the owner has at most one batch open, and the peer two."""
 
+_DESCRIPTOR = np.dtype(np.intc)
+
 
 class Exported(msgspec.Struct, frozen=True, array_like=True):
     """Memory of a GPU that another process can map.
@@ -201,7 +203,16 @@ def _received(line: socket.socket, wanted: int) -> list[int]:
         OSError: the peer closed the connection, or sent nothing in time.
         TransferFailed: fewer descriptors than `wanted` arrived. The others are closed.
     """
-    data, descriptors, _, _ = socket.recv_fds(line, len(NEXT), wanted)
+    # No child process may inherit a descriptor, because it would keep the memory allocated. `socket.recv_fds` of Python 3.11
+    # ignores flags.
+    data, ancillary, _, _ = line.recvmsg(
+        len(NEXT), socket.CMSG_LEN(wanted * _DESCRIPTOR.itemsize), socket.MSG_CMSG_CLOEXEC
+    )
+    descriptors = list[int]()
+    for level, kind, content in ancillary:
+        if (level, kind) == (socket.SOL_SOCKET, socket.SCM_RIGHTS):
+            whole = len(content) // _DESCRIPTOR.itemsize
+            descriptors += np.frombuffer(content, _DESCRIPTOR, whole).tolist()
     if len(descriptors) == wanted:
         return descriptors
     for descriptor in descriptors:
