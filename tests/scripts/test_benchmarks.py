@@ -154,6 +154,7 @@ GPU_ONLY = {
     "gpu/bench_network_gpu.py": "reads and writes GPU memory",
     "gpu/bench_nvlink.py": "stores with kernels over NVLink",
     "gpu/bench_replica_gpu.py": "copies inside GPU memory",
+    "gpu/bench_sharing.py": "maps GPU memory of another process",
     "gpu/prove_block_float8.py": "engines quantise to float8 on GPUs only",
     "gpu/run_comparisons.sh": "starts scripts of this table",
     "gpu/run_features.sh": "starts scripts of this table",
