@@ -157,6 +157,7 @@ GPU_ONLY = {
     "gpu/bench_sharing.py": "maps GPU memory of another process",
     "gpu/prove_block_float8.py": "engines quantise to float8 on GPUs only",
     "gpu/run_comparisons.sh": "starts scripts of this table",
+    "gpu/run_expandable.sh": "expandable segments exist on GPUs only",
     "gpu/run_features.sh": "starts scripts of this table",
     "gpu/run_m2n.sh": "NVIDIA's benchmark",
     "gpu/run_on_gpu.sh": "starts scripts of this table; its tests are skipped without a GPU",
