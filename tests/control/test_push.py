@@ -19,7 +19,7 @@ from windlass.backends.push_leaders import PushUpdates
 from windlass.config import ControlConfig, PhaseDeadlines
 from windlass.control.journal import Journal, JournalEntry, JournalKind
 from windlass.control.messages import Abort, Apply, Command, Pause, Verify
-from windlass.control.push_messages import CallbackRequest, PauseCall
+from windlass.control.push_messages import CallbackRequest, PauseCall, ReadFiles
 from windlass.control.report import RoundOutcome, UpdateReport
 from windlass.control.round_state import Phase
 from windlass.control.routes import status_of
@@ -185,6 +185,90 @@ async def test_a_leader_that_has_not_paused_cannot_send() -> None:
             with pytest.raises(RoundAborted, match="other must call pause_generation first"):
                 await asyncio.wrap_future(sent)
         assert "ReadFiles" not in rig.engines["a/0"].handled
+
+
+async def test_a_call_of_an_ended_update_does_not_run_in_the_next_update() -> None:
+    go_on, reads = threading.Event(), threading.Event()
+
+    def hang(command: Command) -> None:
+        if isinstance(command, ReadFiles) and not go_on.is_set():
+            reads.set()
+            go_on.wait(WITHIN_S)
+
+    async with serving_version_0(hang) as (rig, first):
+        with (
+            RolloutCallback(rig.server.url, TOKEN, leader="late", deadline_s=WITHIN_S) as late,
+            RolloutCallback(rig.server.url, TOKEN, leader="next", deadline_s=WITHIN_S) as following,
+        ):
+            await asyncio.to_thread(first.pause_generation, session_s=1.0)
+            await asyncio.to_thread(late.pause_generation)
+            old = rig.coordinator.rounds.driver
+            held = first.update_weights_from_disk("/of/the/first")
+            await asyncio.to_thread(reads.wait, WITHIN_S)
+            # Both calls wait until the engines have carried out the first call: first the next update, then the late call.
+            begins = asyncio.create_task(asyncio.to_thread(following.pause_generation))
+            await asyncio.sleep(0.3)
+            stale = late.update_weights_from_disk("/of/the/late")
+            await until(lambda: rig.coordinator.rounds.driver is not old)
+            go_on.set()
+            await begins
+            await asyncio.wrap_future(held)
+            with pytest.raises(RoundAborted, match="the update of this call has ended"):
+                await asyncio.wrap_future(stale)
+            assert rig.engines["a/0"].handled.count("ReadFiles") == 1
+            await asyncio.to_thread(following.continue_generation, 1)
+        assert rig.routable == {"a": 1, "b": 1}
+
+
+async def test_a_leader_that_has_not_paused_cannot_continue() -> None:
+    async with serving_version_0(nothing) as (rig, leader):
+        await asyncio.to_thread(leader.pause_generation)
+        with RolloutCallback(rig.server.url, TOKEN, leader="other", deadline_s=WITHIN_S) as other:
+            with pytest.raises(RoundAborted, match="other must call pause_generation first"):
+                await asyncio.to_thread(other.continue_generation, 7)
+        with pytest.raises(RoundAborted, match="other must call pause_generation first"):
+            await asyncio.to_thread(leader.continue_generation, 1)
+        await serves(rig, "a/0", "b/0")
+        assert rig.routable == {"a": 0, "b": 0}
+
+
+async def test_leaders_that_send_different_versions_publish_none() -> None:
+    async with serving_version_0(nothing) as (rig, leader):
+        with RolloutCallback(rig.server.url, TOKEN, leader="other", deadline_s=WITHIN_S) as other:
+            await asyncio.to_thread(leader.pause_generation)
+            await asyncio.to_thread(other.pause_generation)
+            found = await asyncio.gather(
+                asyncio.to_thread(leader.continue_generation, 1),
+                asyncio.to_thread(other.continue_generation, 2),
+                return_exceptions=True,
+            )
+        for error in found:
+            assert isinstance(error, RoundAborted), error
+            assert "must be equal for all leaders" in str(error)
+        await serves(rig, "a/0", "b/0")
+        assert rig.routable == {"a": 0, "b": 0}
+
+
+async def test_a_restarted_leader_that_had_sent_everything_waits_for_the_next_update() -> None:
+    """Its tensors of the next version must not arrive in the update that other leaders have not ended."""
+    async with serving_version_0(nothing) as (rig, leader):
+        with (
+            RolloutCallback(rig.server.url, TOKEN, leader="other", deadline_s=WITHIN_S) as other,
+            RolloutCallback(rig.server.url, TOKEN, deadline_s=WITHIN_S) as restarted,
+        ):
+            await asyncio.to_thread(leader.pause_generation)
+            await asyncio.to_thread(other.pause_generation)
+            ends = asyncio.create_task(asyncio.to_thread(leader.continue_generation, 1))
+            await asyncio.sleep(0.3)
+            waits = asyncio.create_task(asyncio.to_thread(restarted.pause_generation))
+            done, _ = await asyncio.wait({ends, waits}, timeout=1.0)
+            assert not done
+            await asyncio.to_thread(other.continue_generation, 1)
+            await ends
+            assert rig.coordinator.fleet.published == 1
+            await waits
+            await asyncio.to_thread(restarted.continue_generation, 2)
+        assert rig.routable == {"a": 2, "b": 2}
 
 
 @pytest.mark.parametrize(

@@ -211,6 +211,8 @@ class _Push:
         self.is_ending = False
         self.failure = ""
         self._leaders: set[str] = set()
+        # Leader that has sent all its tensors -> their version.
+        self._sent: dict[str, int] = {}
         self._has_begun = False
         self._order: PushOrder | None = None
         self._stages: dict[str, int] = {}
@@ -266,11 +268,25 @@ class _Push:
                 )
         return ""
 
-    def leave(self, leader: str) -> bool:
+    def has_left(self, leader: str) -> bool:
+        """Return whether a leader has sent all its tensors in this round."""
+        return leader in self._sent
+
+    def leave(self, leader: str, version: int) -> bool:
         """Record that a leader has sent all its tensors. Return whether all leaders of the round have sent theirs.
 
-        If the leaders declared stages, return True only after the leader of every stage has sent its tensors.
+        If the leaders declared stages, return True only after the leader of every stage has sent its tensors. If the
+        leaders have sent tensors of different versions, the update fails.
+
+        Raises:
+            RoundAborted: the leader has not joined the round.
         """
+        self._require_joined(leader, self._leaders | self._sent.keys())
+        if version < 0:
+            self.fail(f"{leader} has no version to publish")
+        self._sent.setdefault(leader, version)
+        if len(sent := {*self._sent.values(), version}) > 1:
+            self.fail(f"callback: version must be equal for all leaders, got {sorted(sent)}")
         self._leaders.discard(leader)
         if self._order is None:
             return not self._leaders
@@ -287,11 +303,16 @@ class _Push:
             RoundAborted: the leader has not joined the round. Entering the context manager raises the errors of
                 `PushOrder.turn`.
         """
-        if leader not in self._leaders:
-            raise RoundAborted(f"callback: {leader} must call pause_generation first")
+        self._require_joined(leader, self._leaders)
         if self._order is None:
             return nullcontext()
         return self._order.turn(self._stages[leader], number)
+
+    @staticmethod
+    def _require_joined(leader: str, joined: Collection[str]) -> None:
+        """Raise RoundAborted unless `leader` is in `joined`."""
+        if leader not in joined:
+            raise RoundAborted(f"callback: {leader} must call pause_generation first")
 
     def fail(self, reason: str) -> None:
         """Mark the update as failed, so that later calls fail too. Only the first reason is kept."""
@@ -403,14 +424,16 @@ class PushUpdates:
     async def _pause(self, leader: str, call: PauseCall, deadline_s: float) -> bool:
         """Begin a round, or join the running round if its engines still wait for tensors; return True.
 
-        If the running round is in another phase, wait until it has ended, and return False: the caller must try again.
+        If the running round is in another phase, or the leader has sent all its tensors in this round, wait until the
+        round has ended, and return False: the caller must try again.
         """
         async with self._lock:
             latest = self._latest
             if latest is None or latest.round.report.done():
                 await self._begin(leader, call, deadline_s)
                 return True
-            if latest.round.is_writing and not latest.is_ending:
+            can_join = latest.round.is_writing and not latest.is_ending
+            if can_join and not latest.has_left(leader):
                 latest.join(leader, call)
                 return True
         # The engines of the ending round resume soon, so the leader must not treat them as paused.
@@ -452,22 +475,28 @@ class PushUpdates:
         """Wait for the call's turn and until earlier commands have ended. Then send the command to all engine ranks.
 
         This makes all engine ranks carry out the commands of all leaders in the same order.
+
+        Raises:
+            RoundAborted: no update is running, the leader has not joined it, the update has ended before the command was
+                sent, or the call failed.
         """
-        async with self._running().turn(asked.leader, asked.number), self._lock:
-            await self._running().call(command, asked.deadline_s)
+        push = self._running()
+        async with push.turn(asked.leader, asked.number), self._lock:
+            # While the call waited, its update may have ended, and another update may have begun.
+            if push.round.report.done():
+                raise RoundAborted("callback: the update of this call has ended")
+            await push.call(command, asked.deadline_s)
 
     async def _continue(self, leader: str, version: int, deadline_s: float) -> None:
         """Record that a leader has sent all its tensors, and wait until the round has ended. The last leader ends the round.
 
-        A negative version makes the update fail.
+        A negative version makes the update fail. So does a version that differs from the other leaders' version.
 
         Raises:
-            RoundAborted: no update is running, or the version was not published.
+            RoundAborted: no update is running, the leader has not joined it, or the version was not published.
         """
         push = self._running()
-        if version < 0:
-            push.fail(f"{leader} has no version to publish")
-        if push.leave(leader) and not push.is_ending:
+        if push.leave(leader, version) and not push.is_ending:
             # End the round in a separate task, because it must end even if the caller stops waiting.
             push.is_ending = True
             self._coordinator.tasks.spawn(self._end(push, version, deadline_s))
