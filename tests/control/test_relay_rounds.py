@@ -220,6 +220,20 @@ def test_a_left_out_engine_that_answered_leaves_no_link_unsettled() -> None:
     assert not round_.complete("a", "c").unsettled
 
 
+def test_a_late_answer_of_a_left_out_engine_quarantines_what_its_bytes_may_reach() -> None:
+    """c knows only that its connection from b has ended, but the bytes of b may still arrive in its memory."""
+    round_ = Round()
+    round_.prepare()
+    round_.written(RelayWrite, *ENGINES)
+    round_.answer("a/0", Relay, relayed(unknown_to=("b/0",)))
+    round_.answer("c/0", Relay, relayed(missing=("t",)))
+    round_.answer("b/0", Relay, relayed(missing=("t",), unknown_to=("c/0",)))
+    round_.written(Write, "c")
+    finish = round_.complete("a")
+    assert finish.engines["c"] is EngineOutcome.QUARANTINED
+    assert finish.report.engines == ("a",)
+
+
 def test_a_late_answer_to_another_command_does_not_end_a_relay() -> None:
     round_ = Round()
     round_.prepare()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import threading
 import time
@@ -39,7 +40,7 @@ from windlass.transfer.base import ParameterMemory
 from windlass.transfer.bindings import DestinationBinding, LinkStatus, Relayed
 from windlass.transfer.payload import Payload
 from windlass.transfer.receiver import Receiver
-from windlass.transfer.relay import RelayNode, RelaySender, RelaySource
+from windlass.transfer.relay import TIMEOUT_SPREAD, RelayNode, RelaySender, RelaySource
 from windlass.transfer.sender import Sender
 from windlass.transports.base import WriteBatch
 
@@ -451,6 +452,34 @@ def test_a_relay_reports_an_upstream_that_ends_without_a_message(
     assert result.missing == ("trainer/0",)
     assert result.unknown_from == ()
     assert disconnected == (set() if with_a_word else {"trainer/0"})
+
+
+def test_a_relay_does_not_accept_an_upstream_that_has_timed_out(fleet: Fleet) -> None:
+    """The last engine waits longer for one upstream than for the other, which connects too late."""
+    seconds, first, last = 4.0, "engine-a/0", "engine-c/0"
+    group = RelayGroup(members=ENGINES, stripes=((-1, 2, 0), (-1, 0, 1)), chunk_nbytes=256)
+    nodes = {name: RelayNode(fleet.receivers[name], "127.0.0.1") for name in ENGINES}
+    addresses = {name: node.open() for name, node in nodes.items()}
+    node = nodes[last]
+    node.connect(group, fleet.bindings, tuple(addresses.values()))
+    found: list[tuple[Relayed, frozenset[str]]] = []
+    part = threading.Thread(target=lambda: found.append(node.run(ROUND, seconds)))
+    began = time.monotonic()
+    part.start()
+    time.sleep(seconds * (1 - TIMEOUT_SPREAD / 3) + 0.1 - (time.monotonic() - began))
+    with contextlib.ExitStack() as connection:
+        try:
+            deadline = Deadline.after(SECONDS, "test")
+            sender = RelaySender(addresses[last], first, ROUND, deadline)
+            connection.callback(sender.close)
+            # The upstream may now write until the connection ends.
+            could_write = {first}
+        except PeerUnreachable:
+            could_write = set()
+        part.join(SECONDS)
+    assert could_write <= set(found[0][0].unknown_from)
+    for each in nodes.values():
+        each.close()
 
 
 @pytest.mark.parametrize("disconnected", [(), ("trainer/0",)])

@@ -131,7 +131,10 @@ class Delivery:
         return True
 
     def answered(self, worker: str, command: Command, result: Result) -> Findings | None:  # noqa: ARG002
-        """Return the contents of an answer to a command of this delivery; None if the answer has the wrong type."""
+        """Return the contents of an answer to a command of this delivery; None if the answer has the wrong type.
+
+        The rank may have left the round before it answered.
+        """
         return None
 
     def ended(self, worker: str, command: Command) -> None:

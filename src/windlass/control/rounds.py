@@ -281,11 +281,11 @@ class RoundMachine:
                 if command is None or worker != event.worker:
                     worker, command = self._late.get(event.seq, ("", None))
                     if command is not None and worker == event.worker:
-                        self._delivery.ended(worker, command)
-                    # The reply is a duplicate, or comes from a rank that has left the round.
-                    return []
-                del self.pending[event.seq]
-                self._on_result(worker, command, event.result)
+                        self._on_late(worker, command, event.result)
+                    # Otherwise the reply is a duplicate.
+                else:
+                    del self.pending[event.seq]
+                    self._on_result(worker, command, event.result)
             case AgentLost():
                 self._on_lost(event.worker, event.reason)
             case DeadlinePassed():
@@ -346,6 +346,13 @@ class RoundMachine:
             case _:
                 text = f"unexpected answer {type(result).__name__} to {type(command).__name__}"
                 self._on_failure(worker, command, Failure(FailureKind.FAILED, text))
+
+    def _on_late(self, worker: str, command: Command, result: Result) -> None:
+        """Process the reply of a rank that has left the round. Its bytes may still arrive in memory of other engines."""
+        found = self._delivery.answered(worker, command, result)
+        self._delivery.ended(worker, command)
+        for reached, reason in () if found is None else found.unknown.items():
+            self._drop(self.engines.of[reached], reason, unknown=True)
 
     def _on_failure(self, worker: str, command: Command, failure: Failure) -> None:
         unknown = failure.kind is FailureKind.UNKNOWN

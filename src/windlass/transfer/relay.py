@@ -934,13 +934,10 @@ class RelayRound:
         """Seconds until the next upstream times out."""
         return min(self._deadlines[writer].remaining_s for writer in self._left)
 
-    def expire(self, joined: Collection[str]) -> None:
-        """Stop waiting for upstreams that have timed out, and record their chunks as missing; see `on_end`.
-
-        `joined` contains the accepted writers. If one of them times out, it may still be writing.
-        """
-        for writer in [w for w in self._left if not self._deadlines[w].remaining_s]:
-            self.on_end(writer, unknown=writer in joined)
+    @property
+    def timed_out(self) -> list[str]:
+        """Upstreams that have timed out, and for which this rank still waits."""
+        return [writer for writer in self._left if not self._deadlines[writer].remaining_s]
 
     def on_stripe_end(self, upstream: str, stripe: int) -> None:
         """Record that an upstream writes no more chunks of a stripe, so that this rank no longer waits for them.
@@ -1103,15 +1100,20 @@ class RelayNode:
         if bound is None or listener is None:
             raise PlanError("relay: no group is bound; connect first")
         deadline = Deadline.after(deadline_s, "relay")
-        events = listener.begin(round_id)
+        # Set this first, so that `interrupt` ends a round that is about to begin.
         self._running = round_id
+        events = listener.begin(round_id)
         round_ = RelayRound(self._receiver, bound, round_id, deadline)
         try:
             while round_.waits:
                 try:
                     upstream, event = events.get(timeout=max(round_.timeout_s, 0.001))
                 except queue.Empty:
-                    round_.expire(listener.joined(round_id))
+                    for writer in round_.timed_out:
+                        # A writer that connects later would write to this rank, and nobody would wait for its end.
+                        listener.refuse(round_id, writer)
+                        # A writer that was accepted before may still be writing.
+                        round_.on_end(writer, unknown=writer in listener.joined(round_id))
                     continue
                 match event:
                     case ChunkLanded():
