@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
 import msgspec
@@ -13,17 +14,26 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from windlass.backends.collective_group import Rendezvous, TorchBroadcastGroup, join_group
-from windlass.backends.xccl import clip, cut_buckets, loads_of, signature_of_offer
-from windlass.config import CollectiveFabric
-from windlass.errors import PeerTimeout, PlanError, WindlassError
+from windlass.backends.xccl import (
+    CollectiveReceiver,
+    CollectiveSender,
+    clip,
+    cut_buckets,
+    loads_of,
+    signature_of_offer,
+)
+from windlass.config import CollectiveFabric, UpdateMode, XcclBackend
+from windlass.errors import PeerTimeout, PlanError, TransferFailed, WindlassError
 from windlass.layout.box import Box
 from windlass.layout.dtypes import DType
-from windlass.layout.manifest import ManifestBuilder, Role
-from windlass.memory.packing import bytes_at
+from windlass.layout.manifest import ManifestBuilder, Role, ShardManifest
+from windlass.memory.packing import PreparedCopies, bytes_at
 from windlass.net.clock import Deadline
 from windlass.planning.plan import CopyMode
+from windlass.planning.planner import plan_transfer
 from windlass.planning.program import BoundOp, DirectRuns, LinkProgram
-from windlass.transfer.bindings import BucketPart, GroupOffer
+from windlass.transfer.base import ParameterMemory
+from windlass.transfer.bindings import BucketPart, GroupOffer, LinkStatus
 
 MEMBERS = ("trainer/0", "engine/0", "engine/1")
 PARTS = (
@@ -185,3 +195,99 @@ def test_only_needed_bytes_are_broadcast_and_a_missing_byte_is_an_error() -> Non
     assert sum(len(loads) for loads in loads_of(program, offer)) == len(parts)
     with pytest.raises(PlanError, match=r"must contain 500 elements of .*, got 448"):
         loads_of(program, msgspec.structs.replace(offer, parts=parts[:-1]))
+
+
+ROWS = 512
+
+
+def part_of(worker: str, role: Role, dtype: DType) -> ShardManifest:
+    builder = ManifestBuilder(worker, role)
+    builder.add_parameter("w", nbytes=ROWS * dtype.itemsize, dtype=dtype)
+    builder.add_shard("w", (ROWS,), Box((0,), (ROWS,)), "w")
+    return builder.build()
+
+
+class Pair:
+    """Halves of the backend `xccl` in a trainer rank and in an engine rank, joined by gloo."""
+
+    def __init__(self) -> None:
+        self.trained, self.served = np.arange(ROWS, dtype="<f4"), np.zeros(ROWS, "<f4")
+        ours, theirs = (
+            part_of(worker, role, DType.FLOAT32)
+            for worker, role in (("trainer/0", Role.TRAINER), ("engine/0", Role.ENGINE))
+        )
+        config = XcclBackend(bucket_nbytes=256)
+        memory = [ParameterMemory(int(self.trained.ctypes.data), self.trained.nbytes)]
+        self.sender = CollectiveSender(config, ours, lambda: memory, "127.0.0.1")
+        address = int(self.served.ctypes.data)
+        self.receiver = CollectiveReceiver(config, theirs, [address], "127.0.0.1")
+        plan = plan_transfer([ours], [theirs])
+        received = plan.parts(sending=False, all_names=True)["engine/0"]
+        binding = self.receiver.connect(received, UpdateMode.IN_PLACE)
+        sent = plan.parts(sending=True, all_names=True)["trainer/0"]
+        offer = self.sender.connect(sent, [binding])
+        assert offer is not None
+        with ThreadPoolExecutor(1) as pool:
+            joined = pool.submit(self.receiver.join, [offer], 20.0)
+            self.sender.join([offer], 20.0)
+            joined.result()
+
+    def close(self) -> None:
+        self.sender.close()
+        self.receiver.close()
+
+
+class FailingCopies:
+    """Copies that call `fails` before they run."""
+
+    def __init__(self, copies: PreparedCopies, fails: Callable[[], None]) -> None:
+        self._copies, self._fails = copies, fails
+
+    def run(self) -> None:
+        self._fails()
+        self._copies.run()
+
+    def check(self) -> None:
+        self._copies.check()
+
+    def close(self) -> None:
+        self._copies.close()
+
+
+def test_a_source_that_is_late_between_two_buckets_releases_its_receivers() -> None:
+    pair = Pair()
+    pair.sender.prepare(0)
+    packs = list(pair.sender._packs)
+    packs[4] = FailingCopies(packs[4], lambda: time.sleep(1.5))
+    pair.sender._packs = tuple(packs)
+    began = time.monotonic()
+    with ThreadPoolExecutor(1) as pool:
+        received = pool.submit(pair.receiver.receive, {"trainer/0": ["engine/0"]}, 30.0)
+        (link,) = pair.sender.write(0, ["engine/0"], 1.0).links
+        assert "deadline of 1.0 s passed" in link.error
+        with pytest.raises(TransferFailed):
+            received.result()
+    assert time.monotonic() - began < 10
+    (link,) = pair.sender.write(0, ["engine/0"], 1.0).links
+    assert "is broken after an earlier failure" in link.error
+    pair.close()
+
+
+def test_a_receiver_that_cannot_unpack_a_bucket_breaks_its_group() -> None:
+    def overflow() -> None:
+        raise TransferFailed("tensor 'w': a finite float32 is too large for float16")
+
+    pair = Pair()
+    pair.sender.prepare(0)
+    fills = list(pair.receiver._fills["trainer/0"])
+    fills[3] = FailingCopies(fills[3], overflow)
+    pair.receiver._fills["trainer/0"] = tuple(fills)
+    with ThreadPoolExecutor(1) as pool:
+        sent = pool.submit(pair.sender.write, 0, ["engine/0"], 3.0)
+        with pytest.raises(TransferFailed, match="too large for float16"):
+            pair.receiver.receive({"trainer/0": ["engine/0"]}, 3.0)
+        # The broadcasts that have begun may still arrive in the buffers, so the group must not be used again.
+        with pytest.raises(TransferFailed, match="is broken after an earlier failure"):
+            pair.receiver.receive({"trainer/0": ["engine/0"]}, 3.0)
+        assert sent.result().links[0].status is LinkStatus.FAILED
+    pair.close()

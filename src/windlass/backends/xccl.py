@@ -263,6 +263,9 @@ class CollectiveSender:
             group = _whole(self._group, self._offer, destinations)
             packed_s = self._broadcast(group, deadline)
         except TransferError as error:
+            if self._group is not None:
+                # The receivers still wait for the other buckets, and must not take those of a later write for them.
+                self._group.abort()
             reason = f"{type(error).__name__}: {error}"
             links = failed_links(destinations, reason)
             return Written(links, pack_s, time.perf_counter() - began)
@@ -426,6 +429,9 @@ class CollectiveReceiver:
             try:
                 self._receive(_whole(group, offer, groups[source]), source, deadline)
             except TransferError as error:
+                if group is not None:
+                    # Broadcasts that have begun may still fill the buffers, so no later write may use them.
+                    group.abort()
                 failed.append(f"{source}: {error}")
         if failed:
             raise TransferFailed("; ".join(failed))
