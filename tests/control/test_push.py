@@ -359,7 +359,7 @@ async def test_a_push_appears_in_every_record_of_updates(monkeypatch: pytest.Mon
                 await asyncio.to_thread(leader.pause_generation)
                 assert operations.overview()["phase"] == "write of a push"
                 specs = [WireTensor(f"w{index}", DType.FLOAT32, (4, 2)) for index in range(2)]
-                sent = leader.update_weights_from_distributed("weights", specs)
+                sent = leader.update_weights_from_distributed("weights", specs, stamp="")
                 await asyncio.wrap_future(sent)
                 await asyncio.to_thread(leader.continue_generation, 3)
             (report,) = told

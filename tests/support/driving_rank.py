@@ -91,7 +91,7 @@ class Leader:
                     WireTensor(name, DType.FLOAT32, tuple(tensor.shape))
                     for name, tensor in bucket.items()
                 ]
-                self._callback.update_weights_from_distributed(self._name, specs)
+                self._callback.update_weights_from_distributed(self._name, specs, stamp="")
                 # Give the engines time to enter their half.
                 die_after(1.0)
                 threading.Event().wait(DEADLINE_S)

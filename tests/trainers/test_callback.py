@@ -200,7 +200,7 @@ def one_half_missing(url: str) -> None:
         made = group(leader, "weights")
         began = time.monotonic()
         spec = (WireTensor("norm", DType.INT32, (24,)),)
-        half = leader.update_weights_from_distributed("weights", spec, deadline_s=1.0)
+        half = leader.update_weights_from_distributed("weights", spec, stamp="", deadline_s=1.0)
         # The call returns a future at once. The other half never comes.
         assert not half.done()
         with pytest.raises((RoundAborted, TimeoutError)):
@@ -214,6 +214,41 @@ def one_half_missing(url: str) -> None:
 async def test_a_bucket_without_its_broadcast_ends_by_its_deadline() -> None:
     async with engines() as (fleet, url):
         await asyncio.to_thread(one_half_missing, url)
+        await holds(fleet, (-1, "untouched", False))
+        await asyncio.to_thread(two_versions, url)
+        await holds(fleet, (1, "1", False))
+
+
+def refused_bucket(url: str) -> None:
+    with callback(url) as leader:
+        leader.pause_generation()
+        made = group(leader, "weights")
+        with pytest.raises(RoundAborted):
+            leader.update_weights_from_disk("/nowhere").result(DEADLINE_S)
+        began = time.monotonic()
+        with pytest.raises(RoundAborted, match="the update has failed already"):
+            made.broadcast(tensors(5, *shapes()))
+        with pytest.raises(RoundAborted, match="the update has failed already"):
+            group(leader, "other")
+        assert time.monotonic() - began < DEADLINE_S / 2
+        with pytest.raises(RoundAborted):
+            leader.continue_generation(0)
+        # No engine has received the refused bucket. Engines must not take it for a later one.
+        leader.pause_generation()
+        with pytest.raises(TransferFailed, match="is broken"):
+            made.broadcast(tensors(0, *shapes()))
+        specs = [WireTensor(name, DType.INT32, shape) for name, shape in shapes().items()]
+        later = leader.update_weights_from_distributed("weights", specs, stamp="00" * 16)
+        with pytest.raises(RoundAborted, match=r"belongs to another call|Connection closed"):
+            later.result(DEADLINE_S)
+        with pytest.raises(RoundAborted):
+            leader.continue_generation(0)
+        made.close()
+
+
+async def test_a_refused_bucket_releases_its_leader_at_once() -> None:
+    async with engines() as (fleet, url):
+        await asyncio.to_thread(refused_bucket, url)
         await holds(fleet, (-1, "untouched", False))
         await asyncio.to_thread(two_versions, url)
         await holds(fleet, (1, "1", False))

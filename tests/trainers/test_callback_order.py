@@ -116,7 +116,7 @@ def absent(url: str) -> None:
         second.pause_generation()
         began = time.monotonic()
         spec = (WireTensor("norm", DType.INT32, (24,)),)
-        half = second.update_weights_from_distributed("weights", spec, deadline_s=1.0)
+        half = second.update_weights_from_distributed("weights", spec, stamp="", deadline_s=1.0)
         with pytest.raises((RoundAborted, TimeoutError)):
             half.result(DEADLINE_S)
         assert time.monotonic() - began < DEADLINE_S

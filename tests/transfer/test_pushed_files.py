@@ -122,17 +122,21 @@ def test_tensors_of_an_adapter_are_read_too(tmp_path: Path, rank: Rank) -> None:
     rank.expect(embed=4, norm=44)
 
 
-def push(rank: Rank, *buckets: dict[str, torch.Tensor]) -> None:
-    """Push tensors to the rank over gloo, one call of `fill` for each bucket; raise the rank's first error."""
-    fabric = CollectiveFabric.GLOO
-    sender = PushSender(
+def sender_of(deadline_s: float) -> PushSender:
+    """Return the sender of a group with the rank."""
+    return PushSender(
         "g",
         ("t/0", "engine/0"),
         host="127.0.0.1",
         bucket_nbytes=4096,
-        fabric=fabric,
-        deadline_s=20.0,
+        fabric=CollectiveFabric.GLOO,
+        deadline_s=deadline_s,
     )
+
+
+def push(rank: Rank, *buckets: dict[str, torch.Tensor]) -> None:
+    """Push tensors to the rank over gloo, one call of `fill` for each bucket; raise the rank's first error."""
+    fabric, sender = CollectiveFabric.GLOO, sender_of(20.0)
     with ThreadPoolExecutor(1) as pool:
         try:
             joined = pool.submit(rank.receiver.join_named, sender.offer, fabric, 20.0)
@@ -141,10 +145,28 @@ def push(rank: Rank, *buckets: dict[str, torch.Tensor]) -> None:
             for bucket in buckets:
                 specs = sender.fill(bucket)
                 sent = pool.submit(sender.send, 20.0)
-                rank.receiver.receive_bucket("g", specs, 20.0)
+                rank.receiver.receive_bucket("g", specs, sender.stamp, 20.0)
                 sent.result()
         finally:
             sender.close()
+
+
+def test_a_bucket_of_another_call_is_not_taken(rank: Rank) -> None:
+    """A leader may have sent a bucket in a call that this rank never got."""
+    sender = sender_of(20.0)
+    with ThreadPoolExecutor(1) as pool:
+        joined = pool.submit(rank.receiver.join_named, sender.offer, CollectiveFabric.GLOO, 20.0)
+        sender.join(None)
+        joined.result()
+        specs = sender.fill({"embed": tensor(9), "norm": tensor(99)})
+        pool.submit(sender.send, 20.0)
+        with pytest.raises(TransferFailed, match="the bucket belongs to another call"):
+            rank.receiver.receive_bucket("g", specs, "00" * 16, 20.0)
+        with pytest.raises(TransferFailed, match="has failed; form it again"):
+            rank.receiver.receive_bucket("g", specs, sender.stamp, 20.0)
+    sender.close()
+    with pytest.raises(PlanError, match=r"[23] tensors did not arrive"):
+        rank.receiver.apply()
 
 
 @pytest.mark.parametrize("together", [True, False], ids=["one bucket", "two buckets"])

@@ -31,6 +31,12 @@ BACKLOG = 1024
 """Number of members whose connections to the store may wait to be accepted."""
 ABORT_S = 2.0
 """Seconds that kernels have to end after their communicator is aborted."""
+STEP_S, MIN_STEP_S = 0.2, 0.001
+"""Longest and shortest step, in seconds, in which a broadcast of gloo is awaited."""
+RELEASE_S = 2.0
+"""Seconds to connect to the store of this process."""
+_RELEASED = "released"
+"""Signature that no member has."""
 
 
 @final
@@ -60,6 +66,23 @@ class Rendezvous:
             )
         except (RuntimeError, OSError) as error:
             raise TransferFailed(f"the group's store cannot start on {host}: {error}") from error
+        self._host = host
+
+    def release(self, offer: GroupOffer) -> None:
+        """End the waits of all members that are forming a group. They raise PlanError, because signatures differ.
+
+        Any thread may call this. Do nothing if the store cannot be reached.
+        """
+        from torch.distributed import TCPStore  # type: ignore[attr-defined]
+
+        with contextlib.suppress(RuntimeError):
+            # A client runs one call at a time, and `self.store` may be in the call that this method must end.
+            store = TCPStore(
+                self._host, self.port, is_master=False, timeout=timedelta(seconds=RELEASE_S)
+            )
+            for key in _agree_keys(offer):
+                store.set(key, _RELEASED)
+            store.set(_all_read_key(offer), "")
 
 
 def join_group(
@@ -143,23 +166,34 @@ def _agree(store: Any, offer: GroupOffer, rank: int, signature: str, deadline: D
         PlanError: a member has another signature.
         RuntimeError: a member did not arrive by the deadline.
     """
-    keys = [f"{offer.name}/agree/{other}" for other in range(len(offer.members))]
+    keys = _agree_keys(offer)
     store.set(keys[rank], signature)
     store.wait(keys, timedelta(seconds=max(deadline.remaining_s, MIN_TIMEOUT_S)))
     found = {
         worker: store.get(key).decode() for worker, key in zip(offer.members, keys, strict=True)
     }
     # The rank that hosts the store must not close it before all members have read the signatures.
-    arrived = f"{offer.name}/read"
-    if store.add(arrived, 1) == len(offer.members):
-        store.set(f"{arrived}/all", "")
-    store.wait([f"{arrived}/all"], timedelta(seconds=max(deadline.remaining_s, MIN_TIMEOUT_S)))
+    if store.add(f"{offer.name}/read", 1) == len(offer.members):
+        store.set(_all_read_key(offer), "")
+    store.wait([_all_read_key(offer)], timedelta(seconds=max(deadline.remaining_s, MIN_TIMEOUT_S)))
+    if _RELEASED in found.values():
+        raise PlanError(f"group {offer.name}: the source has given up to form the group")
     if len(set(found.values())) > 1:
         said = ", ".join(f"{worker} {digest[:12]}" for worker, digest in found.items())
         raise PlanError(
             f"group {offer.name}: members must expect equal buckets (tensor names, dtypes, sizes and order), got different "
             f"signatures: {said}"
         )
+
+
+def _agree_keys(offer: GroupOffer) -> list[str]:
+    """Return the store's keys for the signatures of the members, in the order of the members."""
+    return [f"{offer.name}/agree/{rank}" for rank in range(len(offer.members))]
+
+
+def _all_read_key(offer: GroupOffer) -> str:
+    """Return the store's key that exists once all members have read the signatures."""
+    return f"{offer.name}/read/all"
 
 
 def _connect(
@@ -217,7 +251,7 @@ class TorchBroadcastGroup:
     copied to and from pinned buffers. With `gpu`, kernels fill and empty the buffers: NCCL sends
     and receives device buffers directly, and gloo's buffers are pinned memory that kernels can
     access. Kernels and broadcasts run in order in the stream of `gpu`, and only `drain` waits for
-    them. Used by one thread.
+    them. Used by one thread, but any thread may call `abort`.
 
     Attributes:
         broken: True after a failure. The group cannot be used again; a new group must be formed.
@@ -258,6 +292,7 @@ class TorchBroadcastGroup:
         )
         self._is_mirrored = is_mirrored
         self._works: list[tuple[Any, int] | None] = [None] * num_buffers
+        self._lock = threading.Lock()
         self.broken = False
 
     @property
@@ -274,11 +309,25 @@ class TorchBroadcastGroup:
 
         On a GPU, the copy is queued in the group's stream, after all work that is now queued in the caller's current
         stream.
+
+        Raises:
+            TransferFailed: the group is broken. A broadcast that failed may still read the buffer.
         """
+        self._require_whole()
         nbytes = tensor.numel() * tensor.element_size()
         place = self._buffers[slot][offset : offset + nbytes].view(tensor.dtype)
         with self._stream():
             place.view(tensor.shape).copy_(tensor.detach())
+
+    def read(self, slot: int, offset: int, nbytes: int) -> bytes:
+        """Return bytes of buffer `slot`. No broadcast of this buffer may run."""
+        with self._stream():
+            return self._buffers[slot][offset : offset + nbytes].cpu().numpy().tobytes()
+
+    def _require_whole(self) -> None:
+        """Raise TransferFailed if the group is broken."""
+        if self.broken:
+            raise TransferFailed(f"group {self._name} is broken after an earlier failure")
 
     def start(self, slot: int, nbytes: int, deadline_s: float) -> None:
         """Begin to broadcast the first `nbytes` of buffer `slot`, from rank 0 to all other members.
@@ -293,8 +342,7 @@ class TorchBroadcastGroup:
         """
         import torch.distributed as dist
 
-        if self.broken:
-            raise TransferFailed(f"group {self._name} is broken after an earlier failure")
+        self._require_whole()
         options = dist.BroadcastOptions()
         options.rootRank, options.rootTensor = 0, 0
         options.timeout = timedelta(seconds=max(deadline_s, MIN_TIMEOUT_S))
@@ -303,7 +351,10 @@ class TorchBroadcastGroup:
             if not self._is_nccl and self._gpu is not None:
                 # Gloo does not use streams, so the kernels must have ended.
                 self._gpu.finish(deadline_s)
-            with self._stream():
+            # With the lock, this thread never has the last reference to a process group that another thread aborts: to
+            # drop it takes as long as the broadcasts that gloo has begun.
+            with self._lock, self._stream():
+                self._require_whole()
                 if self._is_mirrored and self._is_root:
                     view.copy_(self._buffers[slot][:nbytes], non_blocking=True)
                 self._works[slot] = (self._process_group.broadcast([view], options), nbytes)
@@ -333,13 +384,32 @@ class TorchBroadcastGroup:
                 if self._is_nccl and self._gpu is not None:
                     # Only the stream waits here, not this thread; `drain` enforces the deadline.
                     work.wait()
-                else:
+                elif self._is_nccl:
                     work.wait(timedelta(seconds=max(deadline_s, MIN_TIMEOUT_S)))
+                else:
+                    self._wait(work, Deadline.after(max(deadline_s, MIN_TIMEOUT_S), "broadcast"))
                 if self._is_mirrored and not self._is_root:
                     self._buffers[slot][:nbytes].copy_(self._wire[slot][:nbytes])
         except RuntimeError as error:
             self.abort()
             raise TransferFailed(f"group {self._name}: {_first_line(error)}") from error
+
+    def _wait(self, work: Any, deadline: Deadline) -> None:
+        """Wait for a broadcast of gloo. Gloo's own wait does not end if another thread calls `abort`, so wait in steps.
+
+        Raises:
+            RuntimeError: the broadcast failed or did not end by the deadline, or another thread has aborted the group.
+        """
+        while not self.broken:
+            step_s = min(STEP_S, deadline.remaining_s)
+            try:
+                work.wait(timedelta(seconds=max(step_s, MIN_STEP_S)))
+            except RuntimeError:
+                if work.is_completed() or not deadline.remaining_s:
+                    raise
+            else:
+                return
+        raise RuntimeError("the group was aborted")
 
     def drain(self, deadline_s: float) -> None:
         """Wait until the GPU has ended all work in the group's stream: the broadcasts and the copy kernels.
@@ -361,15 +431,16 @@ class TorchBroadcastGroup:
             raise
 
     def abort(self) -> None:
-        """Abort the group, so that the other members' broadcasts fail. Idempotent.
+        """Abort the group, so that the broadcasts of all members fail. Idempotent. Any thread may call this.
 
         If the NCCL communicator or kernels on the group's GPU do not end within `ABORT_S`, the buffers stay allocated until
         this process ends, and the group's `Gpu` refuses later work. If the communicator does not end, its connections also
         stay open.
         """
-        if self.broken:
-            return
-        self.broken = True
+        with self._lock:
+            if self.broken:
+                return
+            self.broken = True
         self._works = [None] * len(self._works)
         held = (self._process_group, self._store, self._wire, self._buffers)
         # Drop this object's references to the group and the store. Their sockets close with the last reference.

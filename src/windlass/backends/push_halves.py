@@ -6,6 +6,7 @@ them into a shadow copy. `apply` raises unless every element of every parameter 
 
 from __future__ import annotations
 
+import secrets
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, final
@@ -49,6 +50,10 @@ def signature_of_group(offer: GroupOffer, fabric: CollectiveFabric) -> str:
     return xxhash.xxh3_128_hexdigest(msgspec.msgpack.encode((offer, fabric)))
 
 
+STAMP_NBYTES = 16
+"""Bytes after the tensors of a bucket. They are different in every bucket (`ReceiveTensors.stamp`)."""
+
+
 def wire_offsets(tensors: Sequence[WireTensor]) -> tuple[tuple[int, ...], int]:
     """Return the aligned byte offset of each tensor in a bucket, and the number of bytes that the tensors fill."""
     return aligned_offsets(tensor.nbytes for tensor in tensors)
@@ -68,6 +73,7 @@ class PushSender:
 
     Attributes:
         offer: offer of the group; the engines must join it (`JoinPushGroup`) while this rank calls `join`.
+        stamp: `ReceiveTensors.stamp` of the bucket that `fill` has filled; empty before the first.
 
     Raises:
         ConfigError: `host` is not an address of this host.
@@ -86,7 +92,9 @@ class PushSender:
     ) -> None:
         self._fabric, self._deadline_s = fabric, deadline_s
         self._rendezvous = Rendezvous(host, deadline_s)
-        self.offer = GroupOffer(name, members, host, self._rendezvous.port, (), (bucket_nbytes,))
+        self._limit_nbytes, self.stamp = bucket_nbytes, ""
+        room = (bucket_nbytes + STAMP_NBYTES,)
+        self.offer = GroupOffer(name, members, host, self._rendezvous.port, (), room)
         self._group: TorchBroadcastGroup | None = None
         self._nbytes = 0
 
@@ -118,22 +126,28 @@ class PushSender:
             ConfigError: the tensors do not fit into a bucket.
             UnsupportedLayout: Windlass does not support the dtype of a tensor.
             ProtocolError: `join` was not called.
+            TransferFailed: the group has failed. A broadcast that failed may still send its bucket, so this method
+                leaves the bucket as it is.
         """
+        import torch
+
         from windlass.memory.torch_dtypes import dtype_of
 
         specs = tuple(
             WireTensor(name, dtype_of(name, tensor), tuple(tensor.shape))
             for name, tensor in tensors.items()
         )
-        offsets, self._nbytes = wire_offsets(specs)
-        (limit_nbytes,) = self.offer.bucket_nbytes
-        if self._nbytes > limit_nbytes:
+        offsets, nbytes = wire_offsets(specs)
+        if nbytes > self._limit_nbytes:
             raise ConfigError(
-                f"broadcast: the tensors of one call must fit into {limit_nbytes} bytes, got {self._nbytes}; send fewer "
+                f"broadcast: the tensors of one call must fit into {self._limit_nbytes} bytes, got {nbytes}; send fewer "
                 "tensors per call"
             )
+        group, stamp = self._require_group(), bytearray(secrets.token_bytes(STAMP_NBYTES))
         for offset, tensor in zip(offsets, tensors.values(), strict=True):
-            self._require_group().put(0, offset, tensor)
+            group.put(0, offset, tensor)
+        group.put(0, nbytes, torch.frombuffer(stamp, dtype=torch.uint8))
+        self._nbytes, self.stamp = nbytes + STAMP_NBYTES, stamp.hex()
         return specs
 
     def send(self, deadline_s: float) -> None:
@@ -148,6 +162,13 @@ class PushSender:
         group.start(0, self._nbytes, deadline_s)
         group.finish(0, deadline_s)
         group.drain(deadline_s)
+
+    def give_up(self) -> None:
+        """Make `join` or `send`, which another thread may be in, fail at once. The group cannot be used any more."""
+        if self._group is None:
+            self._rendezvous.release(self.offer)
+        else:
+            self._group.abort()
 
     def close(self) -> None:
         """Leave the broadcast group. Idempotent."""
@@ -206,7 +227,9 @@ class PushReceiver:
             case JoinPushGroup():
                 self.join_named(command.offer, command.fabric, command.deadline_s)
             case ReceiveTensors():
-                self.receive_bucket(command.group, command.tensors, command.deadline_s)
+                self.receive_bucket(
+                    command.group, command.tensors, command.stamp, command.deadline_s
+                )
             case ReadFiles():
                 self.read_files(command.folder)
             case _:
@@ -250,26 +273,39 @@ class PushReceiver:
             gpu=self._require_update()[0].gpu,
         )
 
-    def receive_bucket(self, name: str, tensors: Sequence[WireTensor], deadline_s: float) -> None:
+    def receive_bucket(
+        self, name: str, tensors: Sequence[WireTensor], stamp: str, deadline_s: float
+    ) -> None:
         """Receive one bucket of whole tensors. Copy this rank's boxes into the shadow copy, and record them as arrived.
 
         Raises:
-            PlanError: a tensor does not belong to this rank's model or has another shape, or its
-                dtype cannot be cast. The rank then leaves the group before the broadcast, so that the
-                leader's broadcast fails at once instead of at its deadline.
+            PlanError: a tensor does not belong to this rank's model or has another shape, or its dtype cannot be cast.
             ProtocolError: no update has begun.
-            TransferFailed: the group was not formed or has failed, the broadcast failed, a cast overflowed, or tied
-                weights have arrived with different values.
+            TransferFailed: the group was not formed or has failed, the broadcast failed, the bucket has another stamp, a
+                cast overflowed, or tied weights have arrived with different values.
             TransferOutcomeUnknown: see `TorchBroadcastGroup.drain`.
+
+        After any error, this rank leaves the group, so that the leader's broadcast fails at once instead of at its
+        deadline.
         """
         group = self._groups.get(name)
-        if group is None or group.broken:
+        if group is None:
             raise TransferFailed(f"group {name} was not formed or has failed; form it again")
         try:
-            self._check_tensors(tensors)
-        except PlanError:
+            self._receive(group, tensors, stamp, deadline_s)
+        except BaseException:
             self._groups.pop(name).abort()
             raise
+
+    def _receive(
+        self,
+        group: TorchBroadcastGroup,
+        tensors: Sequence[WireTensor],
+        stamp: str,
+        deadline_s: float,
+    ) -> None:
+        """Receive one bucket in `group`; see `receive_bucket`."""
+        self._check_tensors(tensors)
         offsets, nbytes = wire_offsets(tensors)
         memory, shadow = self._require_update()
         found = [
@@ -279,8 +315,15 @@ class PushReceiver:
         ]
         copies = memory.prepare([copy for _, copy in found])
         try:
-            group.start(0, nbytes, deadline_s)
+            group.start(0, nbytes + STAMP_NBYTES, deadline_s)
             group.finish(0, deadline_s)
+            # `_differing` runs in torch's own stream, which does not wait for the broadcast.
+            group.drain(deadline_s)
+            if group.read(0, nbytes, STAMP_NBYTES).hex() != stamp:
+                # The leader has sent this bucket in a call that this rank did not carry out.
+                raise TransferFailed(
+                    "the bucket belongs to another call, which not all engines have received; form the group again"
+                )
             differing = self._differing(memory, found)
             copies.run()
             group.drain(deadline_s)

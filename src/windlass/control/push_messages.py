@@ -20,10 +20,19 @@ class JoinPushGroup(msgspec.Struct, frozen=True, tag="join_push_group"):
 
 
 class ReceiveTensors(msgspec.Struct, frozen=True, tag="receive_tensors"):
-    """Command to an engine: receive one broadcast of whole tensors, flattened and in this order."""
+    """Command to an engine: receive one broadcast of whole tensors, flattened and in this order.
+
+    Attributes:
+        group: name of the group.
+        tensors: the tensors, in the order of their places in the bucket.
+        stamp: hex digits of the bytes that follow the tensors in the bucket. A bucket with other bytes belongs to
+            another call.
+        deadline_s: seconds for the broadcast.
+    """
 
     group: str
     tensors: tuple[WireTensor, ...]
+    stamp: str
     deadline_s: float
 
 

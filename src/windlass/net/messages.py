@@ -8,7 +8,7 @@ import msgspec
 
 from windlass.errors import DECODE_ERRORS, ConfigError, ProtocolError
 
-PROTOCOL_VERSION = 26
+PROTOCOL_VERSION = 27
 """Version of all messages between processes of Windlass. Both ends of a connection must have the same version."""
 MAX_NAME_NBYTES = 255
 

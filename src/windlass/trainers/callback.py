@@ -214,16 +214,26 @@ class RolloutCallback(Closing):
         return self._start(JoinPushGroup(offer, fabric, deadline_s or self._deadline_s), deadline_s)
 
     def update_weights_from_distributed(
-        self, group: str, tensors: Sequence[WireTensor], *, deadline_s: float | None = None
+        self,
+        group: str,
+        tensors: Sequence[WireTensor],
+        *,
+        stamp: str,
+        deadline_s: float | None = None,
     ) -> Future[None]:
         """Make every engine rank receive one bucket of whole tensors in the process group `group`. Return a future at once.
 
         This process must broadcast the bucket now. The future is done when all engine ranks have received the bucket; it
         raises RoundAborted if one of them failed.
+
+        Args:
+            group: name of the group.
+            tensors: result of `PushSender.fill`.
+            stamp: `PushSender.stamp` after this `fill`. Engines refuse a bucket with another stamp.
+            deadline_s: deadline of this call in seconds.
         """
-        return self._start(
-            ReceiveTensors(group, tuple(tensors), deadline_s or self._deadline_s), deadline_s
-        )
+        seconds = deadline_s or self._deadline_s
+        return self._start(ReceiveTensors(group, tuple(tensors), stamp, seconds), deadline_s)
 
     def update_weights_from_disk(
         self, folder: str, *, deadline_s: float | None = None
@@ -389,8 +399,12 @@ class WeightGroup:
         entered = callback.init_weights_update_group(
             self._sender.offer, fabric=fabric, deadline_s=deadline_s
         )
-        self._sender.join(_current_gpu() if fabric is CollectiveFabric.NCCL else None)
-        entered.result(deadline_s + MARGIN_S)
+        entered.add_done_callback(self._end_if_refused)
+        try:
+            self._sender.join(_current_gpu() if fabric is CollectiveFabric.NCCL else None)
+        finally:
+            # If the engines report an error, raise it instead of this process's error.
+            entered.result(deadline_s + MARGIN_S)
 
     def broadcast(self, tensors: Mapping[str, torch.Tensor]) -> None:
         """Broadcast one bucket of whole tensors, and block until all engines have received the bucket.
@@ -400,11 +414,13 @@ class WeightGroup:
         Raises:
             ConfigError: the tensors have more than `bucket_nbytes` bytes.
             RoundAborted: an engine did not receive the bucket.
-            TransferFailed: the broadcast failed in this process.
+            TransferFailed: the broadcast failed in this process, or an earlier broadcast of this group failed.
         """
+        specs = self._sender.fill(tensors)
         taken = self._callback.update_weights_from_distributed(
-            self.name, self._sender.fill(tensors), deadline_s=self._deadline_s
+            self.name, specs, stamp=self._sender.stamp, deadline_s=self._deadline_s
         )
+        taken.add_done_callback(self._end_if_refused)
         try:
             self._sender.send(self._deadline_s)
         finally:
@@ -414,6 +430,14 @@ class WeightGroup:
     def close(self) -> None:
         """Leave the process group. Idempotent."""
         self._sender.close()
+
+    def _end_if_refused(self, call: Future[None]) -> None:
+        """If a call to the engines has failed, end the collective of this process, because engines may not enter theirs.
+
+        The group cannot be used again, because this process has sent a bucket that engines have not received.
+        """
+        if call.cancelled() or call.exception() is not None:
+            self._sender.give_up()
 
 
 def _current_gpu() -> Gpu:
