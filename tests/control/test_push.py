@@ -223,9 +223,11 @@ async def test_a_call_of_an_ended_update_does_not_run_in_the_next_update() -> No
 async def test_a_leader_that_has_not_paused_cannot_continue() -> None:
     async with serving_version_0(nothing) as (rig, leader):
         await asyncio.to_thread(leader.pause_generation)
-        with RolloutCallback(rig.server.url, TOKEN, leader="other", deadline_s=WITHIN_S) as other:
-            with pytest.raises(RoundAborted, match="other must call pause_generation first"):
-                await asyncio.to_thread(other.continue_generation, 7)
+        with (
+            RolloutCallback(rig.server.url, TOKEN, leader="other", deadline_s=WITHIN_S) as other,
+            pytest.raises(RoundAborted, match="other must call pause_generation first"),
+        ):
+            await asyncio.to_thread(other.continue_generation, 7)
         with pytest.raises(RoundAborted, match="other must call pause_generation first"):
             await asyncio.to_thread(leader.continue_generation, 1)
         await serves(rig, "a/0", "b/0")
