@@ -214,6 +214,53 @@ def test_a_shuffled_element_order_is_repacked_from_a_buffer() -> None:
     assert torch.equal(engine.weight.reshape(-1), checkpoint["w"].reshape(-1)[shuffle])
 
 
+class Rounding(torch.nn.Module):
+    """An engine with one matrix, and with values that are equal to copies of weights only for some weights."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.kind = kind
+        self.w = torch.nn.Parameter(torch.zeros(9, 32).bfloat16())
+        dtype = torch.int32 if kind == "integers" else torch.bfloat16
+        sizes = () if kind == "sign" else (16,)
+        self.register_buffer("other", torch.zeros(sizes, dtype=dtype))
+
+    def load(self, weights: Weights) -> None:
+        for name, tensor in weights:
+            match name, self.kind:
+                case "w", "padding":
+                    # Every random value is smaller than 1.
+                    self.w.data[:8].copy_(tensor)
+                    self.w.data[8] = (tensor.abs() > 1).sum()
+                case "w", _:
+                    self.w.data[:8].copy_(tensor)
+                case _, "integers":
+                    self.other.copy_(tensor.round())
+                case _, "sign":
+                    self.other.copy_(tensor.abs())
+                case _:
+                    self.other.copy_(tensor)
+
+
+@pytest.mark.parametrize("kind", ["padding", "integers", "sign"])
+def test_values_that_are_copies_only_of_some_weights_are_computed(kind: str) -> None:
+    generator = torch.Generator().manual_seed(5)
+    sizes = {"w": (8, 32), "other": () if kind == "sign" else (16,)}
+    specs = [CheckpointSpec(name, shape, DType.BFLOAT16) for name, shape in sizes.items()]
+    # Random values of one element are positive in half of all captures.
+    for _ in range(8 if kind == "sign" else 1):
+        checkpoint = {
+            name: -2 * torch.rand(shape, generator=generator).bfloat16()
+            for name, shape in sizes.items()
+        }
+        fresh, engine = Rounding(kind), Rounding(kind)
+        fresh.load(iter((n, t.clone()) for n, t in checkpoint.items()))
+        captured = capture(engine, specs, engine.load, worker="e/0")
+        deliver(captured, checkpoint)
+        assert torch.equal(engine.w, fresh.w)
+        assert torch.equal(engine.other, fresh.other)
+
+
 class Transposed(torch.nn.Module):
     """Transposed experts with fused gate and up and with padded columns, and a reshaped matrix."""
 

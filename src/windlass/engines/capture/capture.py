@@ -15,10 +15,10 @@ a tensor again after each update (`recompute`).
 One load of random values is enough if all of these conditions are true; otherwise capture makes a second load:
 
 - Every place of every tensor that changed has the expected value. A place with a wrong element has the expected
-  value by chance with probability 1/768 in bfloat16 and 2^-24 in float32. A tensor with an assumed layout must therefore
-  have at least `FEW` elements.
+  value by chance with probability 1/768 in bfloat16 and 2^-24 in float32. A tensor must therefore have at least `FEW`
+  elements. Of fewer elements, the loader may also drop the sign: the second load has values of the other sign.
 - Padding has the same bytes after the load of digits and after the load of random values. This shows that padding does
-  not depend on the checkpoint.
+  not depend on the checkpoint. A tensor that was read with digits is computed if its padding differs.
 - Every parameter has other bytes after the load of random values than after the load of digits. Before a second load,
   capture fills the other parameters with a constant, to see whether the loader writes these parameters at all.
 
@@ -72,6 +72,8 @@ FEW = 4
 
 Four wrong bfloat16 elements all have the expected value with probability 768^-4.
 """
+NUM_SEEDS = 64
+"""Number of seeds among which `_opposite_seed` chooses."""
 NUM_SAMPLES = 8
 """Number of sampled places per tensor. A wrong layout matches all samples with probability of about 100^-8."""
 _NOT_REPEATED = (
@@ -429,13 +431,12 @@ def _observe_once(
     with _timed(seconds, "digits"):
         numbers = _read_digits(loads, loaded, exact_numel, scattered, chosen)
     held = loads.held()
-    paddings: dict[int, int] = {}
-    if layers is not None:
-        with _timed(seconds, "comparison"):
-            read = {n: ids for n, ids in numbers.items() if n in held}
-            paddings = {
-                id(ids): ids.check(held[n].tensor, codes, None).padding for n, ids in read.items()
-            }
+    with _timed(seconds, "comparison"):
+        read = {n: ids for n, ids in numbers.items() if n in held}
+        paddings = {
+            id(ids): ids.check(held[n].tensor, codes, None).padding for n, ids in read.items()
+        }
+        if layers is not None:
             numbers = layers.all_of(numbers, held, codes)
     loads.random(seed := next(_SEEDS))
     held = loads.held()
@@ -443,7 +444,11 @@ def _observe_once(
         constants = [n for n, h in held.items() if prints.get(n) == fingerprint(h.memory())]
     changing = [name for name in held if name not in constants]
     checks = _compare_values(loads, held, {n: numbers[n] for n in changing if n in numbers}, seed)
-    right = {n for n, check in checks.items() if check.is_right}
+    right = {
+        n
+        for n, check in checks.items()
+        if check.is_right and check.padding == paddings.get(id(numbers[n]), check.padding)
+    }
     if layers is None or not (
         right.issuperset(changing)
         and not any(_is_weight(held[n]) for n in constants)
@@ -454,7 +459,8 @@ def _observe_once(
             # torch forbids writes to inference tensors outside inference mode.
             with torch.inference_mode():
                 held[name].memory().view(torch.uint8).fill_(0x55)
-        loads.random(seed := next(_SEEDS))
+        few = [numbers[n] for n in right if checks[n].numel < FEW]
+        loads.random(seed := _opposite_seed(few, codes, seed))
         held = loads.held()
         again = _compare_values(loads, held, {n: numbers[n] for n in right}, seed)
         right = {n for n in right if again[n] == checks[n]}
@@ -520,15 +526,31 @@ def _compare_values(
 def _is_certain(numbers: ElementIds, check: Check, paddings: Mapping[int, int]) -> bool:
     """Return whether one successful check proves a tensor's layout.
 
-    The padding must have the same bytes as after the load of digits. If the layout was copied from an identical layer,
-    the tensor must also have at least `FEW` checkpoint elements.
+    The padding must have the same bytes as after the load of digits, and the tensor must have at least `FEW` checkpoint
+    elements.
 
     `paddings` maps the `id` of a tensor's `ElementIds` to the fingerprint of the tensor's padding after the load of
     digits.
     """
-    origin = numbers.origin
-    is_read = numbers is origin
-    return check.padding == paddings.get(id(origin)) and (is_read or check.numel >= FEW)
+    return check.padding == paddings.get(id(numbers.origin)) and check.numel >= FEW
+
+
+def _opposite_seed(few: Sequence[ElementIds], codes: Codes, seed: int) -> int:
+    """Return a new seed, with which most checkpoint elements in `few` have the other sign than with `seed`.
+
+    A tensor of one element would have the expected value in both loads, although the loader drops the sign.
+    """
+    found = [numbers for ids in few for _, numbers in ids.chunks()]
+    if not found:
+        return next(_SEEDS)
+    numbers = torch.cat(found).unique()
+    numbers = numbers[numbers >= 0]
+
+    def signs(of: int) -> torch.Tensor:
+        return codes.expected(numbers, of, torch.float32) < 0
+
+    first, seeds = signs(seed), [next(_SEEDS) for _ in range(NUM_SEEDS)]
+    return max(seeds, key=lambda of: int((signs(of) != first).sum()))
 
 
 class _PartRefused(Exception):
@@ -612,9 +634,13 @@ def _must_stay(holding: Holding) -> bool:
 
 
 def _is_received(holding: Holding, codes: Codes) -> bool:
-    """Return whether updates can write a tensor directly; otherwise the engine's loader must write it."""
+    """Return whether updates can write a tensor directly; otherwise the engine's loader must write it.
+
+    The loader must write integers: all random values become the integer 0, which does not show how the loader rounds.
+    """
     is_module = holding.kind in (Kind.PARAMETER, Kind.BUFFER)
-    return is_module or holding.tensor.dtype in (*codes.dtypes, *CAST_DTYPES)
+    is_known = holding.tensor.dtype in (*codes.dtypes, *CAST_DTYPES)
+    return is_known or (is_module and holding.tensor.is_floating_point())
 
 
 def _is_weight(holding: Holding) -> bool:
