@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
+import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 
 import msgspec
@@ -27,7 +29,7 @@ from windlass.errors import PeerTimeout, PlanError, TransferFailed, WindlassErro
 from windlass.layout.box import Box
 from windlass.layout.dtypes import DType
 from windlass.layout.manifest import ManifestBuilder, Role, ShardManifest
-from windlass.memory.packing import PreparedCopies, bytes_at
+from windlass.memory.packing import bytes_at
 from windlass.net.clock import Deadline
 from windlass.planning.plan import CopyMode
 from windlass.planning.planner import plan_transfer
@@ -210,12 +212,10 @@ def part_of(worker: str, role: Role, dtype: DType) -> ShardManifest:
 class Pair:
     """Halves of the backend `xccl` in a trainer rank and in an engine rank, joined by gloo."""
 
-    def __init__(self) -> None:
+    def __init__(self, dtype: DType = DType.FLOAT32) -> None:
         self.trained, self.served = np.arange(ROWS, dtype="<f4"), np.zeros(ROWS, "<f4")
-        ours, theirs = (
-            part_of(worker, role, DType.FLOAT32)
-            for worker, role in (("trainer/0", Role.TRAINER), ("engine/0", Role.ENGINE))
-        )
+        ours = part_of("trainer/0", Role.TRAINER, DType.FLOAT32)
+        theirs = part_of("engine/0", Role.ENGINE, dtype)
         config = XcclBackend(bucket_nbytes=256)
         memory = [ParameterMemory(int(self.trained.ctypes.data), self.trained.nbytes)]
         self.sender = CollectiveSender(config, ours, lambda: memory, "127.0.0.1")
@@ -237,29 +237,18 @@ class Pair:
         self.receiver.close()
 
 
-class FailingCopies:
-    """Copies that call `fails` before they run."""
+def test_a_source_that_is_late_between_two_buckets_releases_its_receivers(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    pair, start, number = Pair(), TorchBroadcastGroup.start, itertools.count()
 
-    def __init__(self, copies: PreparedCopies, fails: Callable[[], None]) -> None:
-        self._copies, self._fails = copies, fails
+    def stalls(group: TorchBroadcastGroup, slot: int, nbytes: int, deadline_s: float) -> None:
+        start(group, slot, nbytes, deadline_s)
+        if threading.current_thread() is threading.main_thread() and next(number) == 4:
+            time.sleep(1.5)
 
-    def run(self) -> None:
-        self._fails()
-        self._copies.run()
-
-    def check(self) -> None:
-        self._copies.check()
-
-    def close(self) -> None:
-        self._copies.close()
-
-
-def test_a_source_that_is_late_between_two_buckets_releases_its_receivers() -> None:
-    pair = Pair()
+    monkeypatch.setattr(TorchBroadcastGroup, "start", stalls)
     pair.sender.prepare(0)
-    packs = list(pair.sender._packs)
-    packs[4] = FailingCopies(packs[4], lambda: time.sleep(1.5))
-    pair.sender._packs = tuple(packs)
     began = time.monotonic()
     with ThreadPoolExecutor(1) as pool:
         received = pool.submit(pair.receiver.receive, {"trainer/0": ["engine/0"]}, 30.0)
@@ -274,14 +263,9 @@ def test_a_source_that_is_late_between_two_buckets_releases_its_receivers() -> N
 
 
 def test_a_receiver_that_cannot_unpack_a_bucket_breaks_its_group() -> None:
-    def overflow() -> None:
-        raise TransferFailed("tensor 'w': a finite float32 is too large for float16")
-
-    pair = Pair()
+    pair = Pair(DType.FLOAT16)
     pair.sender.prepare(0)
-    fills = list(pair.receiver._fills["trainer/0"])
-    fills[3] = FailingCopies(fills[3], overflow)
-    pair.receiver._fills["trainer/0"] = tuple(fills)
+    pair.trained[ROWS // 2] = 1e30
     with ThreadPoolExecutor(1) as pool:
         sent = pool.submit(pair.sender.write, 0, ["engine/0"], 3.0)
         with pytest.raises(TransferFailed, match="too large for float16"):

@@ -304,7 +304,11 @@ class PushReceiver:
         stamp: str,
         deadline_s: float,
     ) -> None:
-        """Receive one bucket in `group`; see `receive_bucket`."""
+        """Receive one bucket in `group`.
+
+        Raises:
+            PlanError, ProtocolError, TransferFailed, TransferOutcomeUnknown: see `receive_bucket`.
+        """
         self._check_tensors(tensors)
         offsets, nbytes = wire_offsets(tensors)
         memory, shadow = self._require_update()
