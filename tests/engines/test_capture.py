@@ -217,6 +217,8 @@ def test_a_shuffled_element_order_is_repacked_from_a_buffer() -> None:
 class Rounding(torch.nn.Module):
     """An engine with one matrix, and with values that are equal to copies of weights only for some weights."""
 
+    other: torch.Tensor
+
     def __init__(self, kind: str) -> None:
         super().__init__()
         self.kind = kind

@@ -543,7 +543,7 @@ def _opposite_seed(few: Sequence[ElementIds], codes: Codes, seed: int) -> int:
     found = [numbers for ids in few for _, numbers in ids.chunks()]
     if not found:
         return next(_SEEDS)
-    numbers = torch.cat(found).unique()
+    numbers = torch.cat(found)
     numbers = numbers[numbers >= 0]
 
     def signs(of: int) -> torch.Tensor:
