@@ -86,10 +86,10 @@ def varlen_attention(
     return out
 
 
-def make(folder: Path, hidden: int, layers: int) -> None:
-    """Write a Qwen3 of random weights and a tokenizer of whole words."""
+def save_tokenizer(folder: Path) -> None:
+    """Write a tokenizer of whole words."""
     from tokenizers import Tokenizer, models, pre_tokenizers
-    from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
+    from transformers import PreTrainedTokenizerFast
 
     vocabulary = {word: i for i, word in enumerate([*SPECIAL, *WORDS])}
     words = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
@@ -100,6 +100,13 @@ def make(folder: Path, hidden: int, layers: int) -> None:
     tokenizer.chat_template = TEMPLATE
     tokenizer.response_template = ANSWER
     tokenizer.save_pretrained(folder)
+
+
+def make(folder: Path, hidden: int, layers: int) -> None:
+    """Write a Qwen3 of random weights and a tokenizer of whole words."""
+    from transformers import Qwen3Config, Qwen3ForCausalLM
+
+    save_tokenizer(folder)
     torch.manual_seed(11)
     config = Qwen3Config(
         vocab_size=64,
