@@ -31,10 +31,11 @@ from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
-ROOT = Path(__file__).resolve().parents[2]
-sys.path[:0] = [str(ROOT), str(ROOT / "tests" / "integrations"), str(ROOT / "tests" / "support")]
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "tests" / "integrations"))
+sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "tests" / "support"))
 
 import torch
 import trl_run
@@ -307,7 +308,7 @@ def train(case: Case, folder: Path, model: Path, num_cases: int, steps: int, on_
     class Steps(TrainerCallback):  # type: ignore[misc]
         """Seconds of each step without comparisons."""
 
-        seconds: list[float] = []
+        seconds: ClassVar[list[float]] = []
 
         def on_step_begin(self, *_: Any, **__: Any) -> None:
             self._start, self._checked = time.perf_counter(), checked.check_s
@@ -362,7 +363,8 @@ def train(case: Case, folder: Path, model: Path, num_cases: int, steps: int, on_
         with memory.sampled():
             try:
                 trainer.train()
-            except Exception:
+            # The error is part of the result, and other cases go on.
+            except Exception:  # noqa: BLE001
                 traceback.print_exc()
                 failed = traceback.format_exc()[-3000:]
         log = [row for row in trainer.state.log_history if "reward" in row]
@@ -479,7 +481,9 @@ def main() -> None:
     options.add_argument("--groups", default="small,large")
     options.add_argument("--steps", type=int, default=10)
     options.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
-    options.add_argument("--work", type=Path, help="folder for checkpoints, default: a temporary one")
+    options.add_argument(
+        "--work", type=Path, help="folder for checkpoints, default: a temporary one"
+    )
     options.add_argument("--case", help=argparse.SUPPRESS)
     options.add_argument("--write_model", nargs=2, help=argparse.SUPPRESS)
     given = options.parse_args()
@@ -506,7 +510,8 @@ def main() -> None:
                 rows += run_group(
                     GROUPS[group], Path(work) / group, given.logs, given.steps, on_gpu
                 )
-            except Exception:
+            # Another group may succeed.
+            except Exception:  # noqa: BLE001
                 traceback.print_exc()
             given.json.write_text(json.dumps(found, indent=1) + "\n")
     bad = [row["name"] for row in rows if row["code"] or row.get("num_unequal", 1)]

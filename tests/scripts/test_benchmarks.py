@@ -167,12 +167,14 @@ GPU_ONLY = {
 ELSEWHERE = {
     "bench_trl.py": "needs TRL beside vLLM: `make test-integrations` installs them",
     "run_compare_reference.sh": "starts compare_checkouts.py, which is rehearsed",
+    "gpu/prove_trl_colocated.py": "needs TRL beside vLLM: `make test-integrations` installs them",
     "gpu/prove_vllm_plugin.py": "vLLM's plugin is tested live by `make test-integrations`",
     "gpu/run_demo.sh": "`windlass demo` is tested by tests/jobs",
     "gpu/run_prove_live_engine.sh": "starts prove_live_engine.py, which is rehearsed",
     "gpu/run_prove_turns.sh": "starts prove_turns.py, which is rehearsed",
     "gpu/run_prove_vllm_plugin.sh": "starts prove_vllm_plugin.py",
     "gpu/run_samples_per_hour.sh": "starts bench_samples_per_hour.py, which is rehearsed",
+    "gpu/run_trl_colocated.sh": "starts prove_trl_colocated.py",
 }
 
 
