@@ -32,7 +32,11 @@ def write_rows(path: Path, num_rows: int) -> Path:
 def recipe_of(tmp_path: Path, num_rows: int = 7, **data: Any) -> DatasetRecipe:
     path = write_rows(tmp_path / "rows.jsonl", num_rows)
     base: Any = msgspec.to_builtins(load_config(EXAMPLE), enc_hook=str)
-    given = {**base, "data": {"path": str(path), "prompt": "question", **data}}
+    given = {
+        **base,
+        "rollout": {**base["rollout"], "tokenizer": "folder"},
+        "data": {"path": str(path), "prompt": "question", **data},
+    }
     recipe = DatasetRecipe()
     recipe.check(msgspec.convert(given, LaunchConfig))
     return recipe
@@ -164,6 +168,10 @@ def test_launch_check_reads_the_first_row_and_the_reward(
         sampling = {{ max_new_tokens = 2 }}
         """
     job.write_text(text.replace("COLUMN", "question"))
+    assert main(["launch", str(job), "--check"]) == 2
+    assert "rollout.tokenizer must be the folder" in capsys.readouterr().err
+    text += f'tokenizer = "{tmp_path}"\n'
+    job.write_text(text.replace("COLUMN", "question"))
     assert main(["launch", str(job), "--check"]) == 0, capsys.readouterr()
     job.write_text(text.replace("COLUMN", "query"))
     assert main(["launch", str(job), "--check"]) == 2
@@ -188,8 +196,8 @@ def test_rows_of_a_file_are_read_by_number(tmp_path: Path) -> None:
     assert [row["n"] for row in rows[1:3]] == [1, 2]
     broken = tmp_path / "broken.jsonl"
     broken.write_text('{"a": 1}\n[2]\n')
-    with pytest.raises(ConfigError, match=r"data: row 1 of '.*' must be a JSON object"):
-        [*load_rows(str(broken))]
+    with pytest.raises(ConfigError, match=r"data: line 2 of '.*' must be a JSON object"):
+        load_rows(str(broken))
 
 
 def test_data_sets_of_the_library_are_loaded_by_split(tmp_path: Path) -> None:

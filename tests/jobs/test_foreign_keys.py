@@ -11,7 +11,7 @@ import pytest
 from msgspec import inspect
 
 from windlass.jobs.config import LaunchConfig, read_job
-from windlass.jobs.foreign_keys import REASONS, TRL, VERL, translated
+from windlass.jobs.foreign_keys import REASONS, TRANSFORMERS, TRL, VERL, VLLM, translated
 from windlass.jobs.training import TrainingSection
 from windlass.sampling import SamplingParams
 from windlass.training.settings import LOSSES, LossConfig
@@ -36,7 +36,7 @@ def keys_of(kind: inspect.Type, where: str = "") -> set[str]:
             return set()
 
 
-@pytest.mark.parametrize("names", [TRL, VERL], ids=["trl", "verl"])
+@pytest.mark.parametrize("names", [TRL, VERL, TRANSFORMERS, VLLM])
 def test_translations_name_settings_that_a_job_has(names: Mapping[str, str]) -> None:
     known = keys_of(inspect.type_info(LaunchConfig))
     assert {"training.loss", "rollout.sampling.max_new_tokens", "engines.arguments"} <= known

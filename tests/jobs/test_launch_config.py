@@ -228,8 +228,16 @@ def test_steps_include_the_steps_of_a_resumed_checkpoint(tmp_path: Path) -> None
             "deadlines = { write_s = -1.0 }",
             r"write_s must be > 0, got -1\.0",
         ),
-        ('type = "p2p"', 'type = "pigeon"', r"update\.backend\.type: Invalid value 'pigeon'"),
-        ('kind = "local"', 'kind = "pbs"', r"scheduler.*: Invalid value 'pbs'"),
+        (
+            'type = "p2p"',
+            'type = "pigeon"',
+            r"update\.backend\.type must be one of \['p2p', .*, got 'pigeon'",
+        ),
+        (
+            'kind = "local"',
+            'kind = "pbs"',
+            r"scheduler\.kind must be one of \['local', 'slurm', .*, got 'pbs'",
+        ),
         (
             'kind = "local"',
             'kind = "slurm"\noptions = ["--partition", "gpu"]',

@@ -725,9 +725,9 @@ def _unknown_key(where: str, key: str, known: Sequence[str]) -> str:
         if key in kind and table != re.sub(r"\[\d+\]", "", where).rstrip(".")
     ]
     elsewhere = f"; {key} is a key of {' and of '.join(tables)}" if tables else ""
-    meant = translated(key)
-    meaning = f": {meant};" if meant else ","
-    return f"{where}{key} is not a known key{meaning} expected one of {keys}{elsewhere}"
+    if meant := translated(key):
+        return f"{where}{key} is not a known key: {meant}{elsewhere}"
+    return f"{where}{key} is not a known key, expected one of {keys}{elsewhere}"
 
 
 def _tables(where: str, kind: inspect.Type) -> Iterator[tuple[str, list[str]]]:
@@ -768,12 +768,8 @@ def _explain(error: msgspec.ValidationError, raw: Mapping[str, Any]) -> str:
         return f"{key}{'.' * bool(key)}{lacking[1]} must be given, got none"
     if not key or rule.startswith(re.split(r"[.\[]", key)[0]):
         return rule
-    for place, found, kind in _all_values("", raw, inspect.type_info(LaunchConfig)):
-        if isinstance(kind, inspect.EnumType) and place == key:
-            return f"{key} must be one of {[each.value for each in kind.cls]}, got {found!r}"
-        is_of_table = key == f"{place.rpartition('.')[0]}[...]"
-        if is_of_table and isinstance(kind, inspect.StrType) and not isinstance(found, str):
-            return f"{place} must be text, got {found!r}"
+    if said := _explain_by_type(rule, key, raw):
+        return said
     value: Any = raw
     for part in key.replace("[", ".[").split("."):
         if part.startswith("[") and part[1:-1].isdecimal() and isinstance(value, list):
@@ -787,3 +783,22 @@ def _explain(error: msgspec.ValidationError, raw: Mapping[str, Any]) -> str:
     if wrong := re.fullmatch(r"Expected `([^`]+)`, got `[^`]+`", rule):
         return f"{key} must be {_KINDS.get(wrong[1], wrong[1])}, got {value!r}"
     return f"{key}: {rule}, got {value!r}"
+
+
+def _explain_by_type(rule: str, key: str, raw: Mapping[str, Any]) -> str:
+    """Return the text for a wrong value of an enumeration, an unknown kind of table, or a list item that must be text.
+
+    Return an empty text for other errors. For arguments see `_explain`.
+    """
+    for place, found, kind in _all_values("", raw, inspect.type_info(LaunchConfig)):
+        if isinstance(kind, inspect.EnumType) and place == key:
+            return f"{key} must be one of {[each.value for each in kind.cls]}, got {found!r}"
+        is_of_table = key == f"{place.rpartition('.')[0]}[...]"
+        if is_of_table and isinstance(kind, inspect.StrType) and not isinstance(found, str):
+            return f"{place} must be text, got {found!r}"
+        if isinstance(kind, inspect.UnionType) and rule.startswith("Invalid value"):
+            tags = [each.tag for each in kind.types if isinstance(each, inspect.StructType)]
+            if isinstance(found, dict) and key.startswith(f"{place}."):
+                named = found.get(key.removeprefix(f"{place}."))
+                return f"{key} must be one of {tags}, got {named!r}"
+    return ""

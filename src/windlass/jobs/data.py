@@ -56,7 +56,9 @@ class DataSection(msgspec.Struct, frozen=True, kw_only=True):
         for key in ("path", "evaluation"):
             file = getattr(self, key)
             if file.endswith(LINES) and not Path(file).is_file():
-                raise ConfigError(f"data.{key} must be a file of JSON lines, got {file!r}")
+                raise ConfigError(
+                    f"data.{key} must be an existing file of JSON lines, got {file!r}"
+                )
 
 
 @final
@@ -67,24 +69,35 @@ class JsonLines(Sequence[Row]):
         path: the file; it must not change.
 
     Raises:
-        ConfigError: the file cannot be read, or has no lines.
+        ConfigError: the file cannot be read, has no rows, or a line is not a JSON object.
     """
 
     def __init__(self, path: Path) -> None:
         self._path, self._places = path, array("q")
         place = 0
+        decoder = msgspec.json.Decoder(dict[str, msgspec.Raw])
         try:
             with path.open("rb") as file:
-                for line in file:
+                for number, line in enumerate(file, 1):
                     # Editors on Windows begin a file with a byte order mark, which is no part of the first row.
                     skipped = len(BOM_UTF8) if not place and line.startswith(BOM_UTF8) else 0
-                    if line[skipped:].strip():
+                    if row := line[skipped:].strip():
+                        self._check(decoder, number, row)
                         self._places.append(place + skipped)
                     place += len(line)
         except OSError as error:
             raise ConfigError(f"data: path must be a readable file: {error}") from error
         if not self._places:
             raise ConfigError(f"data: {str(path)!r} must have at least one row, got none")
+
+    def _check(self, decoder: msgspec.json.Decoder[Any], number: int, row: bytes) -> None:
+        """Raise ConfigError if a row is not a JSON object. `number` is the number of its line, from 1."""
+        try:
+            decoder.decode(row)
+        except DECODE_ERRORS as error:
+            raise ConfigError(
+                f"data: line {number} of {str(self._path)!r} must be a JSON object: {error}"
+            ) from error
 
     def __len__(self) -> int:
         """Return the number of rows."""
@@ -97,23 +110,12 @@ class JsonLines(Sequence[Row]):
     def __getitem__(self, index: slice) -> Sequence[Row]: ...
 
     def __getitem__(self, index: int | slice) -> Row | Sequence[Row]:
-        """Return the row with this number (from 0), or the rows of a slice.
-
-        Raises:
-            ConfigError: a line is not a JSON object.
-        """
+        """Return the row with this number (from 0), or the rows of a slice."""
         if isinstance(index, slice):
             return [self[number] for number in range(*index.indices(len(self)))]
         with self._path.open("rb") as file:
             file.seek(self._places[index])
-            line = file.readline()
-        try:
-            return msgspec.json.decode(line, type=dict[str, Any])
-        except DECODE_ERRORS as error:
-            number = range(len(self))[index]
-            raise ConfigError(
-                f"data: row {number} of {str(self._path)!r} must be a JSON object: {error}"
-            ) from error
+            return msgspec.json.decode(file.readline(), type=dict[str, Any])
 
 
 def load_rows(path: str, *, name: str = "", split: str = "train") -> Sequence[Row]:

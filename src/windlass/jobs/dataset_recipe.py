@@ -33,7 +33,8 @@ class DatasetRecipe(Recipe):
         A subclass that overrides this method must call `super().check(config)`.
 
         Raises:
-            ConfigError: a data set cannot be read or has no rows, or its first row lacks a column.
+            ConfigError: a data set cannot be read or has no rows, its first row lacks a column, or the job has no tokenizer
+                for prompts of text.
         """
         self._config = config
         self._check_row("path", self.rows)
@@ -49,7 +50,8 @@ class DatasetRecipe(Recipe):
         """Check that the first row has all columns that the settings name, and that `task` accepts the row.
 
         Raises:
-            ConfigError: there are no rows, or the first row lacks a column. `task` may raise other errors.
+            ConfigError: there are no rows, the first row lacks a column, or its prompt needs a tokenizer that the job does
+                not have. `task` may raise other errors.
         """
         if not len(rows):
             raise ConfigError(f"data.{key} must have at least one row, got none")
@@ -59,7 +61,13 @@ class DatasetRecipe(Recipe):
                 raise ConfigError(
                     f"data.columns must name columns of data.{key}, got {column!r}; the columns are {sorted(row)}"
                 )
-        self.task(row)
+        task, rollout = self.task(row), self._config.rollout
+        has_tokenizer = rollout.tokenizer or "--tokenizer" in rollout.worker_arguments
+        if task.prompt and not task.workflow and not has_tokenizer:
+            raise ConfigError(
+                "rollout.tokenizer must be the folder of the model's tokenizer, because the rows of [data] are text or "
+                "messages, got ''"
+            )
 
     @property
     def data(self) -> DataSection:

@@ -1,4 +1,4 @@
-"""Names of TRL and verl for settings of a job, for errors about unknown keys of a job's file."""
+"""Names of TRL, verl, transformers and vLLM for settings of a job, for errors about unknown keys of a job's file."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ TRL: Mapping[str, str] = MappingProxyType(
         "per_device_eval_batch_size": "",
         "per_device_train_batch_size": "rollout.groups_per_step times rollout.samples_per_group",
         "report_to": "log.tensorboard or log.wandb",
-        "resume_from_checkpoint": "",
+        "resume_from_checkpoint": "resume = 'auto', which continues with the newest checkpoint,",
         "reward_funcs": "rewards.function",
         "reward_weights": "",
         "save_steps": "trainer.save_every",
@@ -110,6 +110,12 @@ VERL: Mapping[str, str] = MappingProxyType(
 )
 """Last part of a name in verl's configuration -> our keys; empty for a name in `REASONS`."""
 
+TRANSFORMERS: Mapping[str, str] = MappingProxyType({"stop_strings": "rollout.sampling.stop"})
+"""Name in transformers' `GenerationConfig` -> our keys."""
+
+VLLM: Mapping[str, str] = MappingProxyType({"max_tokens": "rollout.sampling.max_new_tokens"})
+"""Name in vLLM's `SamplingParams` -> our keys."""
+
 _ADAMW = "the optimiser is AdamW with torch's defaults; training.learning_rate and training.weight_decay set the rest"
 _CONSTANT = "the learning rate stays constant after training.warmup_steps"
 _ONE_STEP = "the trainer takes one optimiser step per batch"
@@ -129,7 +135,6 @@ REASONS: Mapping[str, str] = MappingProxyType(
         "optim": _ADAMW,
         "per_device_eval_batch_size": "engines batch the answers of an evaluation themselves",
         "ppo_epochs": _ONE_STEP,
-        "resume_from_checkpoint": "the same command continues after the newest checkpoint of output_dir",
         "reward_weights": "add the rewards in one function, rewards.function",
         "steps_per_generation": _ONE_STEP,
         "sync_ref_model": "the weights of the reference model do not change",
@@ -139,11 +144,12 @@ REASONS: Mapping[str, str] = MappingProxyType(
 
 
 def translated(key: str) -> str:
-    """Return a text about a key of TRL or verl: Windlass's key, or the reason why Windlass has none.
+    """Return a text about a key of another library: Windlass's key, or the reason why Windlass has none.
 
     Return an empty string for any other key.
     """
-    for owner, names in (("TRL", TRL), ("verl", VERL)):
+    owners = ("TRL", TRL), ("verl", VERL), ("transformers", TRANSFORMERS), ("vLLM", VLLM)
+    for owner, names in owners:
         if key in names:
             if ours := names[key]:
                 return f"{owner}'s {key} is {ours} here"
