@@ -155,7 +155,8 @@ def test_the_same_command_continues_a_stopped_job(tmp_path: Path) -> None:
         json.loads(line) for line in (tmp_path / "out/metrics.jsonl").read_text().splitlines()
     ]
     assert [each["step"] for each in of_steps] == [*range(1, 10)]
-    assert {*of_steps[1]} == {"step", "version", "reward", "samples", "loss", "grad_norm", "time"}
+    of_samples = {"samples", "reward", "reward_std", "equal_rewards", "answer_tokens", "cut_off"}
+    assert {*of_steps[1]} == {"step", "version", *of_samples, "loss", "grad_norm", "time"}
     assert {*of_steps[0]} == {*of_steps[1], "logprob_difference"}
     assert lines(second, "done: ") == ["9 steps, version 9 published"]
     assert lines(second, "in ")[0].endswith("logs, checkpoints/9")

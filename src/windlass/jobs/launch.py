@@ -70,7 +70,7 @@ from windlass.jobs.recipe import (
     tasks_of,
     with_file,
 )
-from windlass.jobs.results import JobSummary, StepResult
+from windlass.jobs.results import JobSummary, StepResult, sample_metrics
 from windlass.jobs.schedulers.base import ProcessSpec, Scheduler
 from windlass.jobs.schedulers.configs import create_scheduler
 from windlass.jobs.scoring import Scoring
@@ -1059,11 +1059,11 @@ class Job:
             is_last = self._steps == self._config.steps
             if trainer.save_every and (is_last or self._steps % trainer.save_every == 0):
                 await self._save()
-        reward = sum(sample.reward for sample in samples) / max(len(samples), 1)
+        of_samples = sample_metrics(batch.values())
         metrics = ", ".join(f"{name} {value:.4g}" for name, value in result.metrics.items())
         step_s = asyncio.get_running_loop().time() - begun_at
         self._notify(
-            f"step {self._steps}: reward {reward:.4f}, {len(samples)} samples, {step_s:.1f} s, {metrics}"
+            f"step {self._steps}: reward {of_samples['reward']:.4f}, {len(samples)} samples, {step_s:.1f} s, {metrics}"
         )
         if (difference := result.metrics.get(LOGPROB_DIFFERENCE, 0.0)) > LARGEST_DIFFERENCE:
             self._notify(
@@ -1077,12 +1077,12 @@ class Job:
             {
                 "step": self._steps,
                 "version": self.version,
-                "reward": reward,
                 "samples": len(samples),
+                **of_samples,
                 **result.metrics,
             }
         )
-        self._logs.add("train", self._steps, {"reward": reward, **result.metrics})
+        self._logs.add("train", self._steps, {**of_samples, **result.metrics})
         await self._call_hook(
             f"after_step of step {step}", lambda: self._recipe.after_step(step, result)
         )

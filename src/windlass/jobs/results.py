@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import statistics
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 import msgspec
 
 from windlass.control.report import RoundOutcome
+from windlass.rollout.messages import TrainingSample
 from windlass.rollout.rewards import RewardCounts
 
 
@@ -24,6 +26,29 @@ class StepResult:
     step: int
     ranks: tuple[Mapping[str, float], ...]
     metrics: Mapping[str, float]
+
+
+def sample_metrics(groups: Collection[Sequence[TrainingSample]]) -> dict[str, float]:
+    """Return metrics of the samples of a step, by name. Without samples, all are 0.
+
+    reward: mean reward.
+    reward_std: standard deviation of the rewards within a group, as a mean over the groups.
+    equal_rewards: share of the groups in which all rewards are equal. With most estimators of advantages, such a group
+        does not change the weights.
+    answer_tokens: mean number of generated tokens.
+    cut_off: share of the samples whose last answer ended because it reached the maximum number of tokens.
+    """
+    rewards = [[sample.reward for sample in group] for group in groups if group]
+    samples = [sample for group in groups for sample in group]
+    num_groups, num_samples = max(len(rewards), 1), max(len(samples), 1)
+    num_generated = sum(version >= 0 for sample in samples for version in sample.versions)
+    return {
+        "reward": sum(map(sum, rewards)) / num_samples,
+        "reward_std": sum(map(statistics.pstdev, rewards)) / num_groups,
+        "equal_rewards": sum(min(group) == max(group) for group in rewards) / num_groups,
+        "answer_tokens": num_generated / num_samples,
+        "cut_off": sum(sample.finish_reason == "length" for sample in samples) / num_samples,
+    }
 
 
 class JobSummary(msgspec.Struct, frozen=True, kw_only=True):
