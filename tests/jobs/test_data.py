@@ -195,9 +195,10 @@ def test_rows_of_a_file_are_read_by_number(tmp_path: Path) -> None:
     assert rows[-1]["question"] == "é4?" * 5
     assert [row["n"] for row in rows[1:3]] == [1, 2]
     broken = tmp_path / "broken.jsonl"
-    broken.write_text('{"a": 1}\n[2]\n')
-    with pytest.raises(ConfigError, match=r"data: line 2 of '.*' must be a JSON object"):
-        load_rows(str(broken))
+    for line in (b"[2]", b'{"a": "\xff"}', b'{"a": 1e999}'):
+        broken.write_bytes(b'\n{"a": 1}\n' + line)
+        with pytest.raises(ConfigError, match=r"data: line 3 of '.*' must be a JSON object"):
+            load_rows(str(broken))
 
 
 def test_data_sets_of_the_library_are_loaded_by_split(tmp_path: Path) -> None:

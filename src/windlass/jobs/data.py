@@ -61,6 +61,9 @@ class DataSection(msgspec.Struct, frozen=True, kw_only=True):
                 )
 
 
+_DECODER = msgspec.json.Decoder(dict[str, Any])
+
+
 @final
 class JsonLines(Sequence[Row]):
     """Rows of a file with one JSON object per line. Only the places of the lines are in memory.
@@ -75,14 +78,13 @@ class JsonLines(Sequence[Row]):
     def __init__(self, path: Path) -> None:
         self._path, self._places = path, array("q")
         place = 0
-        decoder = msgspec.json.Decoder(dict[str, msgspec.Raw])
         try:
             with path.open("rb") as file:
                 for number, line in enumerate(file, 1):
                     # Editors on Windows begin a file with a byte order mark, which is no part of the first row.
                     skipped = len(BOM_UTF8) if not place and line.startswith(BOM_UTF8) else 0
                     if row := line[skipped:].strip():
-                        self._check(decoder, number, row)
+                        self._check(number, row)
                         self._places.append(place + skipped)
                     place += len(line)
         except OSError as error:
@@ -90,10 +92,10 @@ class JsonLines(Sequence[Row]):
         if not self._places:
             raise ConfigError(f"data: {str(path)!r} must have at least one row, got none")
 
-    def _check(self, decoder: msgspec.json.Decoder[Any], number: int, row: bytes) -> None:
+    def _check(self, number: int, row: bytes) -> None:
         """Raise ConfigError if a row is not a JSON object. `number` is the number of its line, from 1."""
         try:
-            decoder.decode(row)
+            _DECODER.decode(row)
         except DECODE_ERRORS as error:
             raise ConfigError(
                 f"data: line {number} of {str(self._path)!r} must be a JSON object: {error}"
@@ -115,7 +117,7 @@ class JsonLines(Sequence[Row]):
             return [self[number] for number in range(*index.indices(len(self)))]
         with self._path.open("rb") as file:
             file.seek(self._places[index])
-            return msgspec.json.decode(file.readline(), type=dict[str, Any])
+            return _DECODER.decode(file.readline())
 
 
 def load_rows(path: str, *, name: str = "", split: str = "train") -> Sequence[Row]:
