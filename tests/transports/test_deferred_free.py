@@ -19,6 +19,7 @@ from memory_transport import MemoryFabric, MemoryTransport
 from numpy_gpu import numpy_gpu
 
 from windlass.errors import PeerUnreachable, RegionError, TransferFailed, TransferOutcomeUnknown
+from windlass.memory.cuda.driver import IPC_HANDLE_NBYTES
 from windlass.memory.device import CudaMemory
 from windlass.net.clock import Deadline
 from windlass.testing.wrapped_transport import WrappedTransport
@@ -84,8 +85,10 @@ def test_gpu_memory_under_late_kernels_is_kept(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(ipc, "Gpu", lambda *_: numpy_gpu())
     monkeypatch.setattr(bounds, "NEVER_FREED", kept := list[Callable[[], None]]())
     transport, freed = CudaIpcTransport(), list[str]()
+    # Key of a region in an allocation of 64 bytes from cudaMalloc.
+    key = f"0:0:{bytes(IPC_HANDLE_NBYTES).hex()}:64:0"
     regions = [
-        MemoryRegion(address, 64, RemoteRegion(transport.endpoint(), address, 64))
+        MemoryRegion(address, 64, RemoteRegion(transport.endpoint(), address, 64, key))
         for address in (4096, 8192)
     ]
     for region in regions:
