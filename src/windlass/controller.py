@@ -111,7 +111,7 @@ class Controller:
 
     @property
     def server(self) -> ControlServer:
-        """HTTP server of the controller. Add routes (as `TrainController.mount` does) before you enter the controller."""
+        """HTTP server of the controller. Routes are added before its `async with` block, as by `TrainController.mount`."""
         return self._server
 
     @property

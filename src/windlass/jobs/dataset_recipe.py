@@ -104,10 +104,13 @@ class DatasetRecipe(Recipe):
         return Task(prompt=self.prompt(row), metadata=dict(row))
 
     def prompt(self, row: Row) -> str | Sequence[Message] | Chat:
-        """Return the prompt of a row: the column `data.prompt` as a text or as messages.
+        """Return the prompt of a row from the column `data.prompt`.
+
+        A list counts as messages; its items are not checked here. With `data.chat`, a text becomes a user's message, after a
+        message with `data.system` if there is one.
 
         Raises:
-            ConfigError: the row lacks this column, or the column contains neither a text nor messages.
+            ConfigError: the row lacks this column, or the column contains neither a text nor a list with items.
         """
         data = self.data
         value = row.get(data.prompt)

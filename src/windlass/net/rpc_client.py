@@ -131,7 +131,7 @@ class Client(Callee[CommandT, ResultT], Closing, Generic[CommandT, ResultT, Fram
         """Handle a frame that is neither a call nor a refusal, such as the welcome."""
 
     def on_call(self, call: Envelope[CommandT]) -> None:
-        """React to the arrival of a call, before it is executed: it may have to wait for earlier calls. Must not block."""
+        """React to the arrival of a call, which is executed later if earlier calls still run. Must not block."""
 
     async def on_welcome(self) -> None:
         """React to the server's welcome. Called before this client sends replies or other frames over the connection."""

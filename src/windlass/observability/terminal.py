@@ -36,9 +36,9 @@ def status_of(
 def status_within(
     view: Mapping[str, Any], console: Console, height: int, *, last_rounds: int = MAX_ROUNDS
 ) -> RenderableType:
-    """Draw the answer of `/v1/overview` with as many rounds and links as fit into `height` lines of the console.
+    """Draw the answer of `/v1/overview` in the largest of six sizes that fits into `height` lines of the console.
 
-    If there were more lines, the terminal would cut off the last lines, which contain the totals.
+    If no size fits, use the smallest. If there were more lines, the terminal would cut off the last lines, which contain the totals.
     """
     sizes = [(last_rounds, MAX_LINKS), (last_rounds, 6), (last_rounds, 0), (3, 0), (1, 0), (0, 0)]
     drawn: RenderableType = ""

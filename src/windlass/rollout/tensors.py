@@ -198,8 +198,8 @@ def joined(sets: Sequence[Mapping[str, SampleTensor]]) -> dict[str, SampleTensor
     The first dimension of each tensor counts images or parts of images.
 
     Raises:
-        ConfigError: a set lacks a name of another set, tensors with the same name differ in dtype or in another dimension than
-            the first, or another process holds the elements.
+        ConfigError: a set lacks a name of another set. Tensors with the same name differ in dtype, or in a dimension after
+            the first. Another process holds the elements. A single set is not checked.
     """
     if len(sets) < 2:
         return {name: tensor for each in sets for name, tensor in each.items()}

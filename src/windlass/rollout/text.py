@@ -356,7 +356,7 @@ class TextPrompts:
                 self._nbytes -= nbytes
 
     def _converted(self, encoded: bytes) -> ModelPrompt:
-        """Convert an encoded prompt; the method `prompt` keeps the result.
+        """Return the token ids and images of a prompt in msgpack (`encode_prompt`). The method `prompt` keeps the result.
 
         Raises:
             ConfigError: there are no tokens, or the chat template or the processor refuses the messages.

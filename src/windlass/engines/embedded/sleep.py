@@ -81,7 +81,10 @@ class SleepingWeights:
 
     @contextmanager
     def stays_awake(self) -> Iterator[None]:
-        """Keep the memory in the `with` block: `sleep` waits until the block ends. If `sleep` runs now, wait for it first."""
+        """Keep the memory allocated during the `with` block.
+
+        A call of `sleep` waits until the block ends. If `sleep` already runs, this method first waits until it has ended.
+        """
         with self._awake:
             yield
 

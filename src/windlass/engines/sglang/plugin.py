@@ -176,7 +176,7 @@ def _prepare(server_args: Any) -> None:
 
 
 def check_ranks_have_the_token() -> None:
-    """Check that ranks on this host can read the token, and set the environment variable that makes them send reports by HTTP.
+    """Check that ranks on this host know where the token is, and make them send reports by HTTP (an environment variable).
 
     The ranks send reports to the first host. The token proves that a report comes from a rank of this server. Call this
     on every host except the first.

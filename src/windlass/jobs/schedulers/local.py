@@ -123,7 +123,11 @@ class LocalBackend(ClusterBackend):
         return
 
     async def reserve(self, spec: ProcessSpec) -> str:
-        """Reserve the first free GPUs under the name of the process; raise `ConfigError` if there are too few."""
+        """Reserve the first free GPUs under the name of the process, and return this name.
+
+        Raises:
+            ConfigError: the process needs more than one node, or too few GPUs are free.
+        """
         if spec.num_nodes > 1:
             raise ConfigError(
                 f"process {spec.name!r}: num_nodes must be 1 on this host, got {spec.num_nodes}"

@@ -84,8 +84,8 @@ class RayBackend(ClusterBackend):
     async def open(self) -> None:
         """Connect to the cluster or start one on this host. For the errors, see `ClusterBackend.open`.
 
-        Remove the tokens from the environment of this process. If this method starts a cluster, also set the variable
-        `NICENESS` in this environment.
+        Remove the tokens from the environment of this process. If this method starts a cluster, it sets the
+        variable `NICENESS`, unless the variable is set already.
         """
         try:
             import ray
